@@ -1,0 +1,101 @@
+"""Native versions of the Triton launches on the engine's path that have none in SGLang.
+
+`register` installs them through SGLang's `HookRegistry`, so each target is named by its path and a renamed target is
+found when the hooks are checked, not when a request fails.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SUBSTITUTES: dict[str, Callable[..., Any]] = {}
+
+
+def _substitutes(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        SUBSTITUTES[path] = function
+        return function
+
+    return note
+
+
+def register() -> None:
+    """Register every substitute as a REPLACE hook and the CPU guard of ``Tensor.record_stream``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for path, function in SUBSTITUTES.items():
+        HookRegistry.register(path, function, HookType.REPLACE)
+    HookRegistry.register("torch.Tensor.record_stream", _record_stream, HookType.AROUND)
+
+
+def _record_stream(original: Callable[..., None], tensor: torch.Tensor, stream: object) -> None:
+    # The DFLASH worker calls it on every step; torch raises for a CPU tensor, where there is nothing to record.
+    if tensor.device.type != "cpu":
+        original(tensor, stream)
+
+
+def assign_extend_cache_locs(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """Gather the cache locations of each request's verify block.
+
+    ``req_to_token`` is ``[rows, context]``; request ``i`` gives columns ``start_offset[i]`` to
+    ``start_offset[i] + draft_token_num``. Returns int64 ``[batch_size * draft_token_num]``.
+    """
+    columns = start_offset.to(torch.int64)[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices.to(torch.int64)[:, None], columns].to(torch.int64).reshape(-1)
+
+
+@_substitutes("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func")
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write packed cache locations into the requests' rows of ``req_to_token``.
+
+    Request ``i`` takes the next ``end_offset[i] - start_offset[i]`` entries of ``out_cache_loc`` for the columns from
+    ``start_offset[i]`` on.
+    """
+    taken = 0
+    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for row, start, end in rows:
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+@_substitutes("sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_")
+def table_qk_norm_rope_(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """Normalise and rotate the query and key columns of ``qkv`` in place; value columns stay.
+
+    ``qkv`` is ``[tokens, (q + k + v heads) * head_dim]``, ``cos_sin_cache`` ``[positions, head_dim]`` with cosines
+    first. Arithmetic is float32, rounded to the tensor's dtype after the norm and after the rotation.
+    """
+    cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
+    heads = qkv[:, : (num_q_heads + num_k_heads) * head_dim].view(-1, num_q_heads + num_k_heads, head_dim)
+    weight = torch.cat([q_weight.expand(num_q_heads, -1), k_weight.expand(num_k_heads, -1)]).float()
+    x = heads.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    first, second = x.to(qkv.dtype).float().chunk(2, dim=-1)
+    heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
