@@ -24,9 +24,12 @@ def register() -> None:
     """Register every substitute as a REPLACE hook and the CPU guard of ``Tensor.record_stream``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from server_ext.cpu import gdn_launches
+
     for path, function in SUBSTITUTES.items():
         HookRegistry.register(path, function, HookType.REPLACE)
     HookRegistry.register("torch.Tensor.record_stream", _record_stream, HookType.AROUND)
+    gdn_launches.register()
 
 
 def _record_stream(original: Callable[..., None], tensor: torch.Tensor, stream: object) -> None:
