@@ -1,6 +1,7 @@
 """The platform class that SGLang instantiates in each of its processes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -24,6 +25,14 @@ class CpuReferencePlatform(SRTPlatform):
         # Here and not in init_backend(): the option parser checks the names before any worker starts.
         add_attention_backend_choices([PLATFORM])
         add_draft_attention_backend_choices([PLATFORM])
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Take the place of the backends that SGLang chooses for any device of type "cpu".
+
+        Neither serves here: one needs AMX kernels, the other has no target verify.
+        """
+        if server_args.attention_backend in (None, "intel_amx", "torch_native"):
+            server_args.attention_backend = PLATFORM
 
     def init_backend(self) -> None:
         """Register the attention backend; called once in each worker."""
