@@ -64,7 +64,11 @@ def edit(folder: Path, installation: Installation, series: Series) -> None:
     pristine_copy(folder / REPOSITORY_PREFIX, installation.root, link=False)
     for metadata in (folder / REPOSITORY_PREFIX).glob("*.dist-info"):
         shutil.rmtree(metadata)
-    commit_series(folder, series)
+    try:
+        commit_series(folder, series)
+    except PatchsetError:
+        shutil.rmtree(folder)
+        raise
 
 
 def commit(folder: Path, subject: str, today: datetime.date) -> None:
@@ -183,7 +187,7 @@ def _write_files(folder: Path, files: dict[str, bytes | None]) -> None:
 
 
 def probe(series: Series, release: Installation) -> dict[str, str]:
-    """Say of each patch what another release makes of it: `contained` (drop it), `applies`, or where it conflicts.
+    """Say of each patch what another release makes of it: contained (drop it), still applies, or where it conflicts.
 
     From the last patch back, what can be taken out of the release is contained; the others are then put on in order.
     Line numbers may differ, every line of context must agree.
@@ -198,12 +202,12 @@ def probe(series: Series, release: Installation) -> dict[str, str]:
         for patch in reversed(series.patches):
             with contextlib.suppress(PatchsetError):
                 git(backward, "apply", "--reverse", "-", stdin=patch.data)
-                verdicts[patch.name] = "contained"
+                verdicts[patch.name] = "contained, drop it"
         for patch in series.patches:
             if patch.name not in verdicts:
                 try:
                     git(forward, "apply", "-", stdin=patch.data)
-                    verdicts[patch.name] = "applies"
+                    verdicts[patch.name] = "still applies"
                 except PatchsetError as error:
                     verdicts[patch.name] = f"conflicts: {str(error).partition(': ')[2]}"
     return {patch.name: verdicts[patch.name] for patch in series.patches}

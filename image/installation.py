@@ -81,6 +81,10 @@ class Installation:
             raw = json.loads((self.home / "state.json").read_text())
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise PatchsetError(
+                f"{self.home / 'state.json'}: {error}; remove {self.home} and {self.way_out()}"
+            ) from None
         state = State(**{**raw, "files": {path: tuple(pair) for path, pair in raw["files"].items()}})
         return state if state.version == self.version else None
 
@@ -187,7 +191,7 @@ def apply(installation: Installation, series: Series) -> bool:
         try:
             new_state = _stage(installation, series, outcomes)
         except BaseException:
-            shutil.rmtree(installation.home)
+            shutil.rmtree(installation.home, ignore_errors=True)
             raise
         try:
             for path, outcome in outcomes.items():
@@ -210,6 +214,7 @@ def _stage(installation: Installation, series: Series, outcomes: dict[str, Outco
     home = installation.home
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
+    (home / ".gitignore").write_text("*\n")
     files = {}
     for path, outcome in outcomes.items():
         file, kept, new = installation.root / path, home / "original" / path, home / "new" / path
@@ -223,7 +228,8 @@ def _stage(installation: Installation, series: Series, outcomes: dict[str, Outco
             if outcome.before is not None:
                 old = file.stat()
                 new.chmod(stat.S_IMODE(old.st_mode))
-                os.chown(new, old.st_uid, old.st_gid)
+                with contextlib.suppress(PermissionError):
+                    os.chown(new, old.st_uid, old.st_gid)
                 if int(old.st_mtime) == int(new.stat().st_mtime):
                     os.utime(new, (old.st_atime, old.st_mtime + 1))
         digests = [
@@ -272,6 +278,20 @@ def _undo(installation: Installation, state: State) -> None:
                     folder.rmdir()
     (installation.home / "state.json").unlink()
     shutil.rmtree(installation.home)
+
+
+def applied(target: Path | None = None) -> State | None:
+    """What is applied to an installation; None if it is as published. For start-up checks and metrics.
+
+    Raise PatchsetError if it is neither: the run that patched it was killed, or someone edited it since.
+    """
+    installation = Installation.find(target)
+    state = installation.state()
+    condition = installation.condition(state)
+    if condition in ("interrupted", "changed"):
+        cause = "were edited since" if condition == "changed" else "were left half done by a run that was cut short"
+        raise PatchsetError(f"the patches in {installation.root} {cause}; run: sglang-dflash patches apply")
+    return state if condition == "applied" else None
 
 
 def pristine_copy(destination: Path, target: Path | None = None, *, link: bool = True) -> Path:

@@ -21,6 +21,10 @@ HERE = Path(__file__).resolve().parent
 PATCHES = HERE / "patches"
 REPOSITORY_PREFIX = "python/"  # where SGLang's repository keeps what the wheel has at its top
 NO_BLOB = "0" * 40
+HEADER = re.compile(
+    rb"(?:new file mode 100(\d{3})\n|deleted file mode 100\d{3}\n)?"
+    rb"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: 100(\d{3}))?\n(?:--- .+\n\+\+\+ .+\n)?"
+)
 
 
 class PatchsetError(Exception):
@@ -91,9 +95,8 @@ class Patch:
     def fields(self) -> dict[str, str]:
         """The DEP-3 fields: the message's last paragraph, `Name: value` lines with indented continuations."""
         paragraph = self.message.rstrip().rpartition("\n\n")[2]
-        return {
-            m[1]: " ".join(m[2].split()) for m in re.finditer(r"^([A-Z][\w-]*): *(.*(?:\n[ \t].*)*)", paragraph, re.M)
-        }
+        found = re.findall(r"^([A-Z][\w-]*): *(.*(?:\n[ \t].*)*)", paragraph, re.M)
+        return {name: " ".join(value.split()) for name, value in found}
 
     @property
     def sha256(self) -> str:
@@ -103,34 +106,29 @@ class Patch:
 
 def blob_id(content: bytes | None) -> str:
     """Git's id of a file's bytes, 40 hex digits."""
-    return NO_BLOB if content is None else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    if content is None:
+        return NO_BLOB
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def parse_diff(diff: bytes) -> tuple[FileChange, ...]:
     """Read a git diff with full blob ids: text files added, changed or deleted. Raise PatchsetError for all else."""
     changes = []
     for part in re.split(rb"^diff --git ", diff, flags=re.M)[1:]:
-        lines = io.BytesIO(part).readlines()
-        names = lines[0].decode().rstrip("\n")
-        path = names[2 : len(names) // 2]  # "a/P b/P"
-        if (
-            names != f"a/{path} b/{path}"
-            or not path.startswith(REPOSITORY_PREFIX + "sglang/")
-            or ".." in path.split("/")
-        ):
-            raise PatchsetError(f"{names!r}: a patch changes files below {REPOSITORY_PREFIX}sglang/ and renames none")
-        header = b"".join(line for line in lines[1:5] if line[:2] != b"@@").decode(errors="replace")
-        index = re.search(r"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})", header, re.M)
-        if not index or re.search(r"^(old mode|rename|copy|GIT binary|Binary)", header, re.M):
-            raise PatchsetError(f"{path}: a patch holds text changes with full blob ids, no renames, no mode changes")
-        mode = re.search(r"^(?:new file mode |index \S+ )100(\d{3})$", header, re.M)
-        at = next((i for i, line in enumerate(lines) if line.startswith(b"@@")), len(lines))
-        hunks = []
+        names, _, body = part.partition(b"\n")
+        name = names[2 : len(names) // 2].decode()  # "a/P b/P"
+        if names != f"a/{name} b/{name}".encode() or not re.match(r"python/sglang/(?!.*\.\./)", name):
+            raise PatchsetError(f"{names.decode()!r}: a patch changes files below python/sglang/ and renames none")
+        header = HEADER.match(body)
+        if not header:
+            raise PatchsetError(f"{name}: a patch holds text changes with full blob ids, and no changes of mode")
+        old_blob, new_blob, mode = header[2].decode(), header[3].decode(), int(header[1] or header[4] or b"644", 8)
+        lines, at, hunks = io.BytesIO(body[header.end() :]).readlines(), 0, []
         while at < len(lines):
-            hunk, at = _parse_hunk(path, lines, at)
+            hunk, at = _parse_hunk(name, lines, at)
             hunks.append(hunk)
-        path = path.removeprefix(REPOSITORY_PREFIX)
-        changes.append(FileChange(path, index[1], index[2], int(mode[1], 8) if mode else 0o644, tuple(hunks)))
+        path = name.removeprefix(REPOSITORY_PREFIX)
+        changes.append(FileChange(path, old_blob, new_blob, mode, tuple(hunks)))
     if not changes:
         raise PatchsetError("the patch holds no diff")
     return tuple(changes)
