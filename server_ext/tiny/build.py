@@ -1,0 +1,175 @@
+"""Makes a pair once and finds it again: cache folder, digest, and a build that is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from server_ext.errors import UserError
+from server_ext.tiny import documents
+from server_ext.tiny.recipe import CONTEXT_TOKENS, RECIPES, Recipe
+from server_ext.tiny.tokenizer import train_tokenizer
+from server_ext.tiny.training import Progress, train_draft, train_target
+
+DEFAULT_SEED = 0
+_MANIFEST = "pair.json"
+_TOKENIZER_TEXTS = 600
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """A pair on disk. `target` and `draft` are folders that SGLang takes as model paths."""
+
+    name: str
+    seed: int
+    folder: Path
+    target: Path
+    draft: Path
+    window_tokens: int
+    block_size: int
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a pair, or `UserError` with the names there are."""
+    if name not in RECIPES:
+        raise UserError(f"unknown pair {name!r}; the pairs are: {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def digest(recipe: Recipe, seed: int) -> str:
+    """Names what a build depends on: recipe, seed, the maker's source and the versions of its libraries."""
+    parts = [repr(recipe), str(seed), *(version(name) for name in ("torch", "transformers", "tokenizers"))]
+    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def cache_folder() -> Path:
+    """Where pairs go unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sglang-dflash" / "tiny"
+
+
+def ensure(
+    name: str,
+    *,
+    seed: int = DEFAULT_SEED,
+    output: Path | None = None,
+    force: bool = False,
+    progress: Progress = lambda line: None,
+) -> TinyPair:
+    """Return the pair `name`, making it first unless the same pair is there already.
+
+    Args:
+        name: a key of `RECIPES`.
+        seed: what the texts and the first weights are drawn from.
+        output: parent folder; the pair goes to `output / name`. The default is a folder of the cache that belongs to
+            this very recipe and seed.
+        force: make the pair again even if it is there, or if another build of it is in the way.
+        progress: called with one line for every stage.
+
+    Raises:
+        UserError: unknown pair, or a folder that cannot be written or holds something else.
+    """
+    recipe = recipe_named(name)
+    stamp = digest(recipe, seed)
+    folder = output / name if output is not None else cache_folder() / f"{name}-{stamp}"
+    pair = TinyPair(
+        name=name,
+        seed=seed,
+        folder=folder,
+        target=folder / "target",
+        draft=folder / "draft",
+        window_tokens=recipe.draft["sliding_window"],
+        block_size=recipe.draft["block_size"],
+    )
+    found = _stamp_in(folder)
+    if found == stamp and not force:
+        progress(f"{name}: already made, {folder}")
+        return pair
+    if found is None and folder.exists():
+        raise UserError(f"{folder} exists and is no tiny pair; remove it or choose another --output")
+    if found is not None and not force:
+        raise UserError(f"{folder} holds another build of a tiny pair; add --force to replace it")
+    with _scratch_beside(folder) as scratch:
+        _make(recipe, seed, scratch, progress)
+        (scratch / _MANIFEST).write_text(json.dumps({"pair": name, "seed": seed, "digest": stamp}, indent=2) + "\n")
+        _put(scratch, folder)
+    progress(f"{name}: done, {folder}")
+    return pair
+
+
+def _stamp_in(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / _MANIFEST).read_text())["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _scratch_beside(folder: Path) -> Iterator[Path]:
+    """An empty folder on the same file system, removed at the end unless it was moved away."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; choose another --output") from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _put(scratch: Path, folder: Path) -> None:
+    scratch.chmod(0o755)
+    for path in scratch.rglob("*.safetensors"):
+        path.chmod(0o644)
+    if folder.exists():
+        shutil.rmtree(folder)
+    scratch.replace(folder)
+
+
+@contextlib.contextmanager
+def _repeatable(seed: int) -> Iterator[None]:
+    """The same numbers on every run: one thread, deterministic kernels, own random state; all put back afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(deterministic)
+            torch.set_num_threads(threads)
+
+
+def _make(recipe: Recipe, seed: int, folder: Path, progress: Progress) -> None:
+    def say(line: str) -> None:
+        progress(f"{recipe.name}: {line}")
+
+    rng = random.Random(seed)
+    with _repeatable(seed):
+        say("training the tokenizer")
+        tokenizer = train_tokenizer(
+            documents.texts(rng, _TOKENIZER_TEXTS), vocab_size=recipe.vocab_size, context_tokens=CONTEXT_TOKENS
+        )
+        target = train_target(recipe, tokenizer, rng, say)
+        draft = train_draft(recipe, target, tokenizer, rng, say)
+    say("saving")
+    tokenizer.save_pretrained(folder / "target")
+    target.bfloat16().save_pretrained(folder / "target")
+    (folder / "draft").mkdir()
+    weights = {key: value.contiguous() for key, value in draft.bfloat16().state_dict().items()}
+    save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "draft" / "config.json").write_text(json.dumps(recipe.draft, indent=2) + "\n")
