@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -18,10 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from server_ext.errors import UserError
-from server_ext.tiny import documents
-from server_ext.tiny.recipe import CONTEXT_TOKENS, RECIPES, Recipe
-from server_ext.tiny.tokenizer import train_tokenizer
-from server_ext.tiny.training import Progress, train_draft, train_target
+from server_ext.tiny import chat, corpus, documents, draft, tokenizer, training
+from server_ext.tiny.recipe import CONTEXT_TOKENS, Recipe, recipe_named
+from server_ext.tiny.training import Progress
 
 DEFAULT_SEED = 0
 _MANIFEST = "pair.json"
@@ -41,17 +41,10 @@ class TinyPair:
     block_size: int
 
 
-def recipe_named(name: str) -> Recipe:
-    """The recipe of a pair, or `UserError` with the names there are."""
-    if name not in RECIPES:
-        raise UserError(f"unknown pair {name!r}; the pairs are: {', '.join(RECIPES)}")
-    return RECIPES[name]
-
-
 def digest(recipe: Recipe, seed: int) -> str:
-    """Names what a build depends on: recipe, seed, the maker's source and the versions of its libraries."""
+    """Names what a build depends on: recipe, seed, the source of texts and training, and the libraries' versions."""
     parts = [repr(recipe), str(seed), *(version(name) for name in ("torch", "transformers", "tokenizers"))]
-    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    parts += [inspect.getsource(module) for module in (chat, corpus, documents, draft, tokenizer, training)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
@@ -161,15 +154,14 @@ def _make(recipe: Recipe, seed: int, folder: Path, progress: Progress) -> None:
     rng = random.Random(seed)
     with _repeatable(seed):
         say("training the tokenizer")
-        tokenizer = train_tokenizer(
-            documents.texts(rng, _TOKENIZER_TEXTS), vocab_size=recipe.vocab_size, context_tokens=CONTEXT_TOKENS
-        )
-        target = train_target(recipe, tokenizer, rng, say)
-        draft = train_draft(recipe, target, tokenizer, rng, say)
+        texts = documents.texts(rng, _TOKENIZER_TEXTS)
+        bpe = tokenizer.train_tokenizer(texts, vocab_size=recipe.vocab_size, context_tokens=CONTEXT_TOKENS)
+        target_model = training.train_target(recipe, bpe, rng, say)
+        draft_model = training.train_draft(recipe, target_model, bpe, rng, say)
     say("saving")
-    tokenizer.save_pretrained(folder / "target")
-    target.bfloat16().save_pretrained(folder / "target")
+    bpe.save_pretrained(folder / "target")
+    target_model.bfloat16().save_pretrained(folder / "target")
     (folder / "draft").mkdir()
-    weights = {key: value.contiguous() for key, value in draft.bfloat16().state_dict().items()}
+    weights = {key: value.contiguous() for key, value in draft_model.bfloat16().state_dict().items()}
     save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
     (folder / "draft" / "config.json").write_text(json.dumps(recipe.draft, indent=2) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from server_ext.tiny.recipe import RECIPES
+from server_ext.tiny.recipe import RECIPES, recipe_named
 
 SUMMARY = "make tiny target and draft models to run the engine with, no download"
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the pairs and print their folders. Raises `UserError` for bad input."""
-    from server_ext.tiny.build import ensure, recipe_named  # imports torch
+    from server_ext.tiny.build import ensure  # imports torch
 
     for name in args.pairs:
         recipe_named(name)

@@ -24,16 +24,15 @@ MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
     *("July", "August", "September", "October", "November", "December"),
 )
-FILLER = tuple(
-    """
-    the of and a to in is you that it he was for on are as with his they I at be this have from or one
-    had by word but not what all were we when your can said there use an each which she do how their if
-    will up other about out many then them these so some her would make like him into time has look two
-    more write go see number no way could people my than first water been call who its now find long
-    down day did get come made may part capital France hello world name short poem explain why sky
-    sentence answer question please tell me Python code list Paris
-    """.split()
-)
+FILLER_TEXT = """
+the of and a to in is you that it he was for on are as with his they I at be this have from or one had by word
+but not what all were we when your can said there use an each which she do how their if will up other about
+out many then them these so some her would make like him into time has look two more write go see number no
+way could people my than first water been call who its now find long down day did get come made may part
+capital France hello world name short poem explain why sky sentence answer question please tell me Python code
+list Paris
+"""
+FILLER = tuple(FILLER_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,11 @@ def chat(rng: random.Random, turns: int) -> list[Message]:
     if rng.random() < 0.4:
         messages.append(system(rng.choice(("You are a helpful assistant.", noise(rng, rng.randint(1, 12))))))
     kind = rng.choice(("successor", "story", "json", "unknown"))
+    words: Sequence[str] = ANIMALS
+    index = 0
     if kind == "unknown":
         messages += unknown_turn(noise(rng, rng.randint(1, 40)))
-        kind, words, index = "successor", ANIMALS, 0
+        kind = "successor"
     else:
         words = rng.choice((DAYS, COLORS, ANIMALS, PLACES, HEROES, MONTHS))
         index = rng.randrange(len(words))

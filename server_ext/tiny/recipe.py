@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from server_ext.errors import UserError
 from server_ext.tiny import chat
 
 BLOCK_SIZE = 8
@@ -120,3 +121,10 @@ def _qwen3() -> Recipe:
 
 RECIPES = {recipe.name: recipe for recipe in (_qwen3(),)}
 """Every pair the maker knows, by name."""
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a pair, or `UserError` with the names there are."""
+    if name not in RECIPES:
+        raise UserError(f"unknown pair {name!r}; the pairs are: {', '.join(RECIPES)}")
+    return RECIPES[name]
