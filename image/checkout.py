@@ -165,7 +165,7 @@ def check(installation: Installation, series: Series, patches: Path = PATCHES) -
     with tempfile.TemporaryDirectory() as scratch:
         folder, exported = Path(scratch, "checkout"), Path(scratch, "patches")
         folder.mkdir()
-        _write_files(folder, {path: outcome.before for path, outcome in outcomes.items()})
+        _write_files(folder, {path: (outcome.before, outcome.mode) for path, outcome in outcomes.items()})
         commit_series(folder, series)
         export(folder, exported)
         for path, outcome in outcomes.items():
@@ -178,12 +178,13 @@ def check(installation: Installation, series: Series, patches: Path = PATCHES) -
     return faults
 
 
-def _write_files(folder: Path, files: dict[str, bytes | None]) -> None:
-    for path, content in files.items():
+def _write_files(folder: Path, files: dict[str, tuple[bytes | None, int]]) -> None:
+    for path, (content, mode) in files.items():
         if content is not None:
             file = folder / REPOSITORY_PREFIX / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
+            file.chmod(mode)
 
 
 def probe(series: Series, release: Installation) -> dict[str, str]:
@@ -193,11 +194,12 @@ def probe(series: Series, release: Installation) -> dict[str, str]:
     Line numbers may differ, every line of context must agree.
     """
     verdicts: dict[str, str] = {}
+    state = release.state()
     with tempfile.TemporaryDirectory() as scratch:
         backward, forward = Path(scratch, "backward"), Path(scratch, "forward")
         for folder in (backward, forward):
             folder.mkdir()
-            _write_files(folder, {path: read_file(release.original(path, release.state())) for path in series.paths()})
+            _write_files(folder, {path: (read_file(release.original(path, state)), 0o644) for path in series.paths()})
             git(folder, "init", "--quiet")
         for patch in reversed(series.patches):
             with contextlib.suppress(PatchsetError):
