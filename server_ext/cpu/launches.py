@@ -78,6 +78,19 @@ def assign_req_to_token_pool(
         taken += end - start
 
 
+@_substitutes("sglang.srt.mem_cache.allocation.get_last_loc")
+def get_last_loc(
+    req_to_token: torch.Tensor, req_pool_indices_tensor: torch.Tensor, prefix_lens_tensor: torch.Tensor
+) -> torch.Tensor:
+    """Return each request's last written location, -1 for an empty prefix: SGLang's torch version.
+
+    SGLang chooses between its versions by the attention backend's name, and knows only its own names.
+    """
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+
+
 @_substitutes("sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_")
 def table_qk_norm_rope_(
     qkv: torch.Tensor,

@@ -58,6 +58,10 @@ class CpuReferencePlatform(SRTPlatform):
         """Only the backend of this platform."""
         return algorithm in _SPECULATIVE_ALGORITHMS and backend == PLATFORM
 
+    def supports_speculative_draft_kv_ratio(self) -> bool:
+        """The bounded draft pool needs no kernel: writes and reads go by translated slots (asked by our patch)."""
+        return True
+
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         """Return the pool that moves rows natively; only the multi-head kind is served."""
         from server_ext.cpu.kv_pool import CpuMHATokenToKVPool
