@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from server_ext import hooks, keys, plugin
+from server_ext import hooks, keys, openai_api, plugin
 from server_ext.announce import ready_text
 from server_ext.checks import check_address, check_model
 from server_ext.drain import Drain, end_children
@@ -219,6 +219,7 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
 
     http = "sglang.srt.entrypoints.http_server"
     return (
+        *openai_api.HOOKS,
         *drain.hooks(),
         Hook(f"{http}._setup_and_run_http_server", serve_with_keys, "around"),
         Hook(f"{http}.app.build_middleware_stack", drain.guard, "after"),

@@ -1,0 +1,92 @@
+# Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALLED := $(VENV)/installed
+LOCKS := requirements/engine.lock requirements/dev.lock
+
+PORT ?= 30000
+PAIR ?= qwen3
+ARGS ?=
+
+SUPPORTED_PYTHON := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c "$(SUPPORTED_PYTHON)" 2>/dev/null && echo $$python && break; done)
+
+##@ Run
+
+.PHONY: serve
+serve: install ## Serve a tiny model pair on 127.0.0.1. PORT=30000 PAIR=qwen3 ARGS="more engine options"
+	@echo "== [3/4] model pair $(PAIR)"
+	@$(BIN)/sglang-dflash tiny $(PAIR)
+	@echo "== [4/4] server on port $(PORT)"
+	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(ARGS)
+
+##@ Check
+
+.PHONY: test
+test: lint ## Lint, then all tests
+	@exec $(BIN)/pytest $(ARGS)
+
+.PHONY: test-unit
+test-unit: install ## The tests that start no engine
+	@exec $(BIN)/pytest --ignore tests/engine $(ARGS)
+
+.PHONY: test-engine
+test-engine: install ## The tests against the running engine
+	@exec $(BIN)/pytest tests/engine $(ARGS)
+
+.PHONY: bench
+bench: install ## Measure speed on this machine
+	@exec $(BIN)/python -m tests.bench $(ARGS)
+
+.PHONY: lint
+lint: install ## Style, format and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+##@ Maintain
+
+.PHONY: install
+install: $(INSTALLED) ## Make .venv with the locked dependencies. PYTHON=python3.11
+
+$(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock
+	@$(MAKE) check-python
+	@echo "== [1/4] Python environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes -r requirements/bootstrap.lock
+	@echo "== [2/4] dependencies (about 11 GB the first time)"
+	@$(UV) pip sync --python $(BIN)/python --require-hashes $(LOCKS)
+	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PHONY: check-python
+check-python:
+	@test -n "$(PYTHON)" || { echo "make: found no Python 3.11 or 3.12 with ensurepip; name one: PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c "$(SUPPORTED_PYTHON)" 2>/dev/null || { \
+		echo "make: PYTHON=$(PYTHON) is not Python 3.11 or 3.12 with ensurepip ($$($(PYTHON) --version 2>&1 | head -1)); name another: PYTHON=python3.11" >&2; exit 2; }
+
+.PHONY: lock
+lock: install ## Resolve the dependencies anew into requirements/*.lock, from the pin in image/upstream.toml
+	@version=$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("image/upstream.toml", "rb"))["sglang"]["version"])'); \
+		echo "sglang==$$version" | $(COMPILE) - --output-file requirements/engine.lock
+	@$(COMPILE) --group dev --constraints requirements/engine.lock --output-file requirements/dev.lock
+	@$(COMPILE) --group bootstrap --output-file requirements/bootstrap.lock
+
+COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--custom-compile-command "make lock"
+
+.PHONY: clean
+clean: ## Remove .venv and caches of the tools; tiny pairs stay in the user's cache
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
