@@ -1,9 +1,10 @@
-"""Fixtures that share running engines: a start takes half a minute, and two engines at once do not fit a small machine."""
+"""Fixtures that share running engines: a start takes half a minute, and two at once do not fit a small machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from server import Server
 
 

@@ -38,8 +38,9 @@ def free_port() -> int:
 class Server:
     """One ``serve`` process and everything it starts.
 
-    `arguments` are its options without ``--port``. `environment` is laid over this process's own. `command` is what runs
-    instead of this environment's ``sglang-dflash serve``, for an engine in another environment or behind ``make``.
+    `arguments` are its options without ``--port``. `environment` is laid over this process's own. `command` is what
+    runs instead of this environment's ``sglang-dflash serve``, with the port as `port_option` has it. `key` is what
+    `client` and `headers` send.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Server:
         *,
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = COMMAND,
+        port_option: str = "--port={}",
         key: str | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.key = key
-        self._command = [*command, *arguments]
+        self._command = [*command, *arguments, port_option.format(self.port)]
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +72,7 @@ class Server:
         assert self._process is None
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self._command, *self._port_arguments()],
+                self._command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -78,9 +80,6 @@ class Server:
                 start_new_session=True,
             )
         return self
-
-    def _port_arguments(self) -> list[str]:
-        return ["--port", str(self.port)]
 
     def output(self) -> str:
         """Return what the server has printed and logged so far."""

@@ -1,0 +1,37 @@
+"""What the early checks know of SGLang's options is what SGLang's own parser knows."""
+
+import argparse
+
+import pytest
+
+from server_ext.options import engine_option_names
+from server_ext.serve import _early_parser
+
+
+@pytest.fixture(scope="module")
+def engine_parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def test_names_read_from_source_are_those_of_the_parser(engine_parser: argparse.ArgumentParser) -> None:
+    names = {option for action in engine_parser._actions for option in action.option_strings if option[:2] == "--"}
+    assert engine_option_names() == names
+
+
+def test_options_checked_early_have_sglangs_defaults(engine_parser: argparse.ArgumentParser) -> None:
+    theirs = {option: action for action in engine_parser._actions for option in action.option_strings}
+    shared = [action for action in _early_parser()._actions if action.option_strings[0] in theirs]
+    assert [action.option_strings[0] for action in shared] == [
+        "--model-path",
+        "--tokenizer-path",
+        "--speculative-draft-model-path",
+        "--host",
+        "--port",
+    ]
+    for action in shared:
+        original = theirs[action.option_strings[0]]
+        assert (action.option_strings, action.default) == (original.option_strings, original.default)
