@@ -230,7 +230,7 @@ def _stage(installation: Installation, series: Series, outcomes: dict[str, Outco
                 new.chmod(stat.S_IMODE(old.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.chown(new, old.st_uid, old.st_gid)
-                if int(old.st_mtime) == int(new.stat().st_mtime):
+                if int(old.st_mtime) >= int(new.stat().st_mtime):  # for Python's bytecode it must be another second
                     os.utime(new, (old.st_atime, old.st_mtime + 1))
         digests = [
             None if data is None else hashlib.sha256(data).hexdigest() for data in (outcome.before, outcome.after)
