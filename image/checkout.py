@@ -16,10 +16,10 @@ from pathlib import Path
 from server_ext.image.installation import Installation, pristine_copy, read_file
 from server_ext.image.series import HERE, PATCHES, REPOSITORY_PREFIX, Patch, PatchsetError, Series
 
+# Spelled out so that neither a checkout's settings nor a later git's defaults change a byte.
 DIFF = (
-    *("diff-tree", "--patch", "--no-commit-id", "--full-index", "--no-renames", "--no-color", "--no-ext-diff"),
-    *("--no-textconv", "--src-prefix=a/", "--dst-prefix=b/", "--unified=3", "--inter-hunk-context=0"),
-    "--diff-algorithm=myers",
+    *("-c", "diff.suppressBlankEmpty=false", "diff-tree", "--patch", "--no-commit-id", "--full-index", "--no-renames"),
+    *("--no-ext-diff", "--unified=3", "--diff-algorithm=myers", "--indent-heuristic"),
 )
 
 

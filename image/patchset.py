@@ -98,7 +98,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _edit(args: argparse.Namespace) -> int:
     with opened(args.target) as installation:
-        series = Series.load(installation.version, args.patches)
+        exists = (args.patches / installation.version / "series").is_file()
+        series = Series.load(installation.version, args.patches) if exists else Series(installation.version, ())
         edit(args.folder, installation, series)
     print(f"{args.folder}: tag v{series.version}, then a commit for each of {series}")
     return 0
@@ -155,19 +156,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command that was parsed; return the exit code."""
+    """Run the sub-command that was parsed; return 0, or 1 for a series not applied or not in order.
+
+    Raise PatchsetError for everything that stops it.
+    """
     try:
         return int(args.patches_command(args))
-    except (PatchsetError, OSError) as error:
-        print(f"patches: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        hint = "; run as the owner of the installation" if isinstance(error, PermissionError) else ""
+        raise PatchsetError(f"{error}{hint}") from error
 
 
 def main() -> int:
     """Run as `python image/patchset.py`."""
     parser = argparse.ArgumentParser(prog="patchset.py", description="The patch series for SGLang.")
     add_arguments(parser)
-    return run(parser.parse_args())
+    try:
+        return run(parser.parse_args())
+    except PatchsetError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from server_ext.errors import UserError
+
 HERE = Path(__file__).resolve().parent
 PATCHES = HERE / "patches"
 REPOSITORY_PREFIX = "python/"  # where SGLang's repository keeps what the wheel has at its top
@@ -27,7 +29,7 @@ HEADER = re.compile(
 )
 
 
-class PatchsetError(Exception):
+class PatchsetError(UserError):
     """One line for the user: what is wrong, what was found, what to do."""
 
 
