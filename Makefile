@@ -15,9 +15,13 @@ PORT ?= 30000
 PAIR ?= qwen3
 ARGS ?=
 
-SUPPORTED_PYTHON := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
-	$$python -c "$(SUPPORTED_PYTHON)" 2>/dev/null && echo $$python && break; done)
+SUPPORTED := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+works = $(shell $(1) -c "$(SUPPORTED)" 2>/dev/null && echo yes)
+PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(if $(call works,$(python)),$(python))))
+# One line for a Python that will not do, before anything is made with it.
+require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensurepip; install one or name it: \
+	PYTHON=/path/to/python3.11))$(if $(call works,$(PYTHON)),,$(error PYTHON=$(PYTHON) \
+	($(shell { $(PYTHON) --version; } 2>&1 | head -1)) is not Python 3.11 or 3.12 with ensurepip; name another: PYTHON=python3.11))
 
 ##@ Run
 
@@ -58,7 +62,7 @@ lint: install ## Style, format and types
 install: $(INSTALLED) ## Make .venv with the locked dependencies. PYTHON=python3.11
 
 $(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock
-	@$(MAKE) check-python
+	$(require_python)
 	@echo "== [1/4] Python environment $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes -r requirements/bootstrap.lock
@@ -69,9 +73,7 @@ $(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock
 
 .PHONY: check-python
 check-python:
-	@test -n "$(PYTHON)" || { echo "make: found no Python 3.11 or 3.12 with ensurepip; name one: PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@$(PYTHON) -c "$(SUPPORTED_PYTHON)" 2>/dev/null || { \
-		echo "make: PYTHON=$(PYTHON) is not Python 3.11 or 3.12 with ensurepip ($$($(PYTHON) --version 2>&1 | head -1)); name another: PYTHON=python3.11" >&2; exit 2; }
+	$(require_python)@$(PYTHON) --version
 
 .PHONY: lock
 lock: install ## Resolve the dependencies anew into requirements/*.lock, from the pin in image/upstream.toml

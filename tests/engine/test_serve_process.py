@@ -175,7 +175,7 @@ def test_signal_before_the_engine_is_imported(tmp_path: Path) -> None:
 
 def test_make_serve(tmp_path: Path) -> None:
     """``make serve`` shows its stages, says what to try, and Ctrl-C leaves no process."""
-    command = ["make", "--directory", str(REPOSITORY), "serve"]
+    command = ["env", "--unset=MAKEFLAGS", "--unset=MAKELEVEL", "make", "--directory", str(REPOSITORY), "serve"]
     arguments = ["PAIR=qwen3", "ARGS=--max-running-requests 3"]
     with Server(arguments, tmp_path / "log", command=command, port_option="PORT={}") as server:
         server.wait_until_ready()
