@@ -21,7 +21,7 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(if $(call
 # One line for a Python that will not do, before anything is made with it.
 require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensurepip; install one or name it: \
 	PYTHON=/path/to/python3.11))$(if $(call works,$(PYTHON)),,$(error PYTHON=$(PYTHON) \
-	($(shell { $(PYTHON) --version; } 2>&1 | head -1)) is not Python 3.11 or 3.12 with ensurepip; name another: PYTHON=python3.11))
+	($(shell { $(PYTHON) --version 2>&1 || true; } | head -1)) is not Python 3.11 or 3.12 with ensurepip; name another: PYTHON=python3.11))
 
 ##@ Run
 
