@@ -15,7 +15,8 @@ def load() -> None:
 
     hooks.apply(children.HOOKS)
     if isinstance(current_platform, CpuReferencePlatform):
-        from server_ext.cpu import launches
+        from server_ext.cpu import launches, model_rules
 
         launches.register()
+        model_rules.register()
     loaded = True
