@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from server_ext.image.installation import Installation, pristine_copy, read_file
+from server_ext.image.installation import Installation, copy_published, read_file
 from server_ext.image.series import HERE, PATCHES, REPOSITORY_PREFIX, Patch, PatchsetError, Series
 
 # Spelled out so that neither a checkout's settings nor a later git's defaults change a byte.
@@ -45,15 +45,19 @@ def commit_series(folder: Path, series: Series) -> None:
     """Make the unpatched files in `folder` a repository: a commit tagged `v<version>`, then a commit for each patch."""
     git(folder, "init", "--quiet", "--initial-branch=series")
     git(folder, "config", "core.compression", "1")
-    git(folder, "add", "--all", "--force")
     (folder / ".git/info/exclude").write_text("__pycache__/\n")
-    published = f"SGLang {series.version} as published"
-    git(folder, "commit", "--quiet", "--allow-empty", "--author=SGLang <>", "--message", published)
-    git(folder, "tag", f"v{series.version}")
+    _commit_release(folder, series.version)
     for patch in series.patches:
         git(folder, "apply", "--index", "--whitespace=nowarn", "-", stdin=patch.data)
         message = ("--cleanup=verbatim", f"--author={patch.author}", "--file=-")
         git(folder, "commit", "--quiet", *message, stdin=patch.message.encode())
+
+
+def _commit_release(folder: Path, version: str) -> None:
+    git(folder, "add", "--all", "--force")
+    published = f"SGLang {version} as published"
+    git(folder, "commit", "--quiet", "--allow-empty", "--author=SGLang <>", "--message", published)
+    git(folder, "tag", f"v{version}")
 
 
 def edit(folder: Path, installation: Installation, series: Series) -> None:
@@ -61,7 +65,7 @@ def edit(folder: Path, installation: Installation, series: Series) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise PatchsetError(f"{folder} is not empty; name a new folder")
     installation.outcomes(series, installation.state())
-    pristine_copy(folder / REPOSITORY_PREFIX, installation.root, link=False)
+    copy_published(installation, folder / REPOSITORY_PREFIX, link=False)
     for metadata in (folder / REPOSITORY_PREFIX).glob("*.dist-info"):
         shutil.rmtree(metadata)
     try:
@@ -187,29 +191,41 @@ def _write_files(folder: Path, files: dict[str, tuple[bytes | None, int]]) -> No
             file.chmod(mode)
 
 
-def probe(series: Series, release: Installation) -> dict[str, str]:
+def _published(installation: Installation, series: Series) -> dict[str, tuple[bytes | None, int]]:
+    """The unpatched content, and a mode, of every file that the series touches."""
+    state = installation.state()
+    return {path: (read_file(installation.original(path, state)), 0o644) for path in series.paths()}
+
+
+def probe(series: Series, installation: Installation, release: Installation) -> dict[str, str]:
     """Say of each patch what another release makes of it: contained (drop it), still applies, or where it conflicts.
 
-    From the last patch back, what can be taken out of the release is contained; the others are then put on in order.
-    Line numbers may differ, every line of context must agree.
+    From the last patch back, what can be taken out of the release is contained. Git then moves the others in order, with
+    the files of both releases at hand, as it would in a checkout.
     """
     verdicts: dict[str, str] = {}
-    state = release.state()
     with tempfile.TemporaryDirectory() as scratch:
-        backward, forward = Path(scratch, "backward"), Path(scratch, "forward")
-        for folder in (backward, forward):
-            folder.mkdir()
-            _write_files(folder, {path: (read_file(release.original(path, state)), 0o644) for path in series.paths()})
-            git(folder, "init", "--quiet")
+        folder = Path(scratch)
+        _write_files(folder, _published(installation, series))
+        commit_series(folder, series)
+        git(folder, "checkout", "--quiet", "--detach", f"v{series.version}")
+        shutil.rmtree(folder / REPOSITORY_PREFIX, ignore_errors=True)
+        _write_files(folder, _published(release, series))
+        _commit_release(folder, f"{release.version}-probed")
         for patch in reversed(series.patches):
             with contextlib.suppress(PatchsetError):
-                git(backward, "apply", "--reverse", "-", stdin=patch.data)
+                git(folder, "apply", "--reverse", "--index", "-", stdin=patch.data)
                 verdicts[patch.name] = "contained, drop it"
-        for patch in series.patches:
+        git(folder, "reset", "--quiet", "--hard")
+        commits = git(folder, "rev-list", "--reverse", f"v{series.version}..series").decode().split()
+        for patch, commit_id in zip(series.patches, commits, strict=True):
             if patch.name not in verdicts:
                 try:
-                    git(forward, "apply", "-", stdin=patch.data)
+                    git(folder, "cherry-pick", commit_id)
                     verdicts[patch.name] = "still applies"
-                except PatchsetError as error:
-                    verdicts[patch.name] = f"conflicts: {str(error).partition(': ')[2]}"
+                except PatchsetError:
+                    where = git(folder, "diff", "--name-only", "--diff-filter=U").decode().split()
+                    verdicts[patch.name] = f"conflicts in {', '.join(where)}" if where else "contained, drop it"
+                    git(folder, "cherry-pick", "--quit")
+                    git(folder, "reset", "--quiet", "--hard")
     return {patch.name: verdicts[patch.name] for patch in series.patches}

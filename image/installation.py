@@ -273,9 +273,7 @@ def _undo(installation: Installation, state: State) -> None:
                 (installation.home / "original" / path).replace(file)
         _forget_bytecode(file)
         if before is None:
-            for folder in (file.parent / "__pycache__", *file.parents[: len(Path(path).parents) - 2]):
-                with contextlib.suppress(OSError):  # not empty, or gone
-                    folder.rmdir()
+            _remove_empty_folders(installation.root, path)
     (installation.home / "state.json").unlink()
     shutil.rmtree(installation.home)
 
@@ -299,19 +297,30 @@ def pristine_copy(destination: Path, target: Path | None = None, *, link: bool =
 
     With `link` the files are hard links: fast, and never to be written into. Takes the wheel's metadata along.
     """
-    installation = Installation.find(target)
-    state = installation.state()
-    installation.verify(state)
-    skip = shutil.ignore_patterns("__pycache__", installation.home.name)
-    copy = _link if link else shutil.copy2
-    for folder in (installation.root / "sglang", *installation.root.glob("sglang-*.dist-info")):
-        shutil.copytree(folder, destination / folder.name, ignore=skip, copy_function=copy)
-    for path, (before, _) in (state.files if state else {}).items():
-        (destination / path).unlink(missing_ok=True)
-        if before is None:
-            with contextlib.suppress(OSError):
-                (destination / path).parent.rmdir()
-        else:
-            (destination / path).parent.mkdir(parents=True, exist_ok=True)
-            copy(installation.original(path, state), destination / path)
+    copy_published(Installation.find(target), destination, link=link)
     return destination
+
+
+def copy_published(installation: Installation, destination: Path, *, link: bool) -> None:
+    """Do what `pristine_copy` says for an installation that is found already."""
+    copy = _link if link else shutil.copy2
+    skip = shutil.ignore_patterns("__pycache__", installation.home.name)
+    with installation.locked():
+        state = installation.state()
+        installation.verify(state)
+        for folder in (installation.root / "sglang", *installation.root.glob("sglang-*.dist-info")):
+            shutil.copytree(folder, destination / folder.name, ignore=skip, copy_function=copy)
+        for path, (before, _) in (state.files if state else {}).items():
+            (destination / path).unlink(missing_ok=True)
+            if before is None:
+                _remove_empty_folders(destination, path)
+            else:
+                (destination / path).parent.mkdir(parents=True, exist_ok=True)
+                copy(installation.original(path, state), destination / path)
+
+
+def _remove_empty_folders(root: Path, path: str) -> None:
+    """Remove the folders between `root` and the removed file `path` that it was alone in."""
+    for folder in (root / Path(path).parent / "__pycache__", *(root / path).parents[: len(Path(path).parents) - 2]):
+        with contextlib.suppress(OSError):  # not empty, or gone
+            folder.rmdir()

@@ -53,7 +53,7 @@ def _status(args: argparse.Namespace) -> int:
         condition = installation.condition(state)
         current = state is not None and state.series_hash == series.hash
         verdict = condition if current or condition != "applied" else "another series is applied"
-        print(f"{verdict}: {series} in {installation.root}")
+        print(f"{verdict}: {series} in {args.target or installation.root}")
         applied = state.patches if state and condition == "applied" else {}
         for patch in series.patches:
             recorded = applied.get(patch.name)
@@ -64,7 +64,7 @@ def _status(args: argparse.Namespace) -> int:
         if args.against:
             with opened(args.against) as release:
                 print(f"against SGLang {release.version}:")
-                for name, answer in probe(series, release).items():
+                for name, answer in probe(series, installation, release).items():
                     print(f"  {name}: {answer}")
             return 0
     return 0 if verdict == "applied" else 1
