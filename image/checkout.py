@@ -200,8 +200,8 @@ def _published(installation: Installation, series: Series) -> dict[str, tuple[by
 def probe(series: Series, installation: Installation, release: Installation) -> dict[str, str]:
     """Say of each patch what another release makes of it: contained (drop it), still applies, or where it conflicts.
 
-    From the last patch back, what can be taken out of the release is contained. Git then moves the others in order, with
-    the files of both releases at hand, as it would in a checkout.
+    From the last patch back, what can be taken out of the release is contained. Git then moves the others in order,
+    with the files of both releases at hand, as it would in a checkout.
     """
     verdicts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
