@@ -27,9 +27,7 @@ require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensur
 
 .PHONY: serve
 serve: install ## Serve a tiny model pair on 127.0.0.1. PORT=30000 PAIR=qwen3 ARGS="more engine options"
-	@echo "== [3/4] model pair $(PAIR)"
-	@$(BIN)/sglang-dflash tiny $(PAIR)
-	@echo "== [4/4] server on port $(PORT)"
+	@echo "== [3/3] model pair $(PAIR) and server on port $(PORT)"
 	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(ARGS)
 
 ##@ Check
@@ -63,10 +61,10 @@ install: $(INSTALLED) ## Make .venv with the locked dependencies. PYTHON=python3
 
 $(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock
 	$(require_python)
-	@echo "== [1/4] Python environment $(VENV)"
+	@echo "== [1/3] Python environment $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes -r requirements/bootstrap.lock
-	@echo "== [2/4] dependencies (about 11 GB the first time)"
+	@echo "== [2/3] dependencies (about 11 GB the first time)"
 	@$(UV) pip sync --python $(BIN)/python --require-hashes $(LOCKS)
 	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

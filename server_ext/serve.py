@@ -168,8 +168,8 @@ def _full_parser() -> argparse.ArgumentParser:
     return _own_options(parser)
 
 
-def _engine_options(arguments: Sequence[str], pair: str | None) -> Any:
-    """Parse and resolve SGLang's options; return its ``ServerArgs``."""
+def _engine_options(arguments: Sequence[str], pair_arguments: Sequence[str]) -> Any:
+    """Parse and resolve SGLang's options; return its ``ServerArgs``. `arguments` win over `pair_arguments`."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.environ import envs
     from sglang.srt.server_args import prepare_server_args
@@ -177,9 +177,7 @@ def _engine_options(arguments: Sequence[str], pair: str | None) -> Any:
 
     parser = _full_parser()
     try:
-        merged = ConfigArgumentMerger(parser).merge_config_with_args(list(arguments))
-        if pair is not None:
-            merged = _pair_arguments(pair) + merged
+        merged = [*pair_arguments, *ConfigArgumentMerger(parser).merge_config_with_args(list(arguments))]
         parser.parse_args(merged)
         server_args = prepare_server_args(_own_parser().parse_known_args(merged)[1])
         server_args.resolve_once()
@@ -235,9 +233,10 @@ def run(arguments: Sequence[str]) -> int:
         _full_parser().print_help()
         return 0
     options = _check(arguments)
+    server_keys = keys.load({key.field: getattr(options, f"{key.field}_file") for key in keys.KEYS}, os.environ)
+    pair_arguments = _pair_arguments(options.pair) if options.pair is not None else []
     drain = Drain(options.drain_timeout_seconds)
     drain.install()
-    server_keys = keys.load({key.field: getattr(options, f"{key.field}_file") for key in keys.KEYS}, os.environ)
     print(f"{PROGRAM}: loading the engine, which takes about half a minute", flush=True)
 
     from sglang.launch_server import run_server
@@ -246,7 +245,7 @@ def run(arguments: Sequence[str]) -> int:
     load_plugins()
     if not plugin.loaded:
         raise UserError("the plugin sglang_dflash is not loaded; add it to SGLANG_PLUGINS or unset that variable")
-    server_args = _engine_options(arguments, options.pair)
+    server_args = _engine_options(arguments, pair_arguments)
     hooks.apply(_hooks(drain, server_keys, started))
     try:
         run_server(server_args)
