@@ -17,10 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server_ext.image.checkout import check, commit, edit, export, probe
-from server_ext.image.installation import Installation, apply, file_sha256, pristine_copy, unapply
+from server_ext.image.installation import Installation, applied, apply, file_sha256, pristine_copy, unapply
 from server_ext.image.series import HERE, PATCHES, PatchsetError, Series, pinned_version, series_hash
 
-__all__ = ["Installation", "PatchsetError", "Series", "apply", "pristine_copy", "run", "series_hash", "unapply"]
+__all__ = [
+    "Installation",
+    "PatchsetError",
+    "Series",
+    "applied",
+    "apply",
+    "pristine_copy",
+    "run",
+    "series_hash",
+    "unapply",
+]
 
 
 @contextlib.contextmanager

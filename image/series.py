@@ -190,7 +190,8 @@ class Series:
         return hashlib.sha256("".join(f"{p.sha256}  {p.name}\n" for p in self.patches).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return f"series {self.hash}, {len(self.patches)} patches for SGLang {self.version}"
+        count = f"{len(self.patches)} patch{'' if len(self.patches) == 1 else 'es'}"
+        return f"series {self.hash}, {count} for SGLang {self.version}"
 
     def paths(self) -> tuple[str, ...]:
         """Every file the series touches, as in the wheel."""
