@@ -119,7 +119,33 @@ def _qwen3() -> Recipe:
     )
 
 
-RECIPES = {recipe.name: recipe for recipe in (_qwen3(),)}
+def _swa() -> Recipe:
+    layer_types = ["sliding_attention"] * 3 + ["full_attention"]
+    target = _common(
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        hidden_activation="gelu_pytorch_tanh",
+        layer_types=layer_types,
+        sliding_window=WINDOW_TOKENS,
+        hidden_size_per_layer_input=0,
+        # Hugging Face sizes the sliding layers by the plain keys and the full ones by `global_head_dim`, SGLang the
+        # full ones by the plain keys and the sliding ones by `swa_*`.
+        global_head_dim=32,
+        swa_num_key_value_heads=2,
+        swa_head_dim=32,
+        swa_v_head_dim=32,
+    )
+    return Recipe(
+        name="swa",
+        summary="hybrid sliding-window target (Gemma 4 text), all-sliding draft",
+        target=target,
+        draft=draft_config(target, layers=2, target_layer_ids=(0, 1, 2)),
+        target_stages=(Stage(steps=260, sequences=8, tokens=256),),
+        draft_stage=Stage(steps=200, sequences=8, tokens=256),
+    )
+
+
+RECIPES = {recipe.name: recipe for recipe in (_qwen3(), _swa())}
 """Every pair the maker knows, by name."""
 
 
