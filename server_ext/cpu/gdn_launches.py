@@ -136,6 +136,15 @@ class NativeGDNKernel(LinearAttnKernelBase):
         return output.flatten(0, 1).unsqueeze(0)
 
 
+@_substitutes("torch.Tensor.pin_memory")
+def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
+    """Return the tensor: nothing is copied to a device.
+
+    The scheduler pins the mask of due snapshots for every decode batch; torch raises where there is no accelerator.
+    """
+    return self
+
+
 @_substitutes(f"{_KERNELS}.attention.linear.fused_gdn_gating.fused_gdn_gating")
 def fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor

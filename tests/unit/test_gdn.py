@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from server_ext.cpu import gdn, gdn_launches
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
+
+from server_ext.cpu import gdn, gdn_launches
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 16, 8
 CHANNELS, WIDTH = 24, 4
@@ -389,7 +390,7 @@ def test_attention_output_is_gated_as_in_the_reference() -> None:
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("path", sorted(gdn_launches.SUBSTITUTES))
+@pytest.mark.parametrize("path", sorted(path for path in gdn_launches.SUBSTITUTES if path.startswith("sglang.")))
 def test_a_substitute_takes_every_call_its_target_takes(path: str) -> None:
     target = inspect.signature(pkgutil.resolve_name(path)).parameters
     own = inspect.signature(gdn_launches.SUBSTITUTES[path]).parameters
