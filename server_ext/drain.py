@@ -92,7 +92,10 @@ class Drain:
         """Count the requests that `app` is answering, and refuse new ones during the drain."""
 
         async def guarded(scope: Message, receive: Any, send: Any) -> None:
-            if scope["type"] == "lifespan" or scope["path"].startswith(_PROBES):
+            if scope["type"] == "lifespan":
+                _start_watching()
+                await app(scope, receive, send)
+            elif scope["path"].startswith(_PROBES):
                 await app(scope, receive, send)
             elif self._draining:
                 await _refuse(scope, send)
@@ -142,6 +145,13 @@ class Drain:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
+
+
+def _start_watching() -> None:
+    """Make SGLang start its signal watchdog, `Drain._watch`, now and not with the first request."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    get_global_state().tokenizer_manager.auto_create_handle_loop()
 
 
 def _tell(text: str) -> None:

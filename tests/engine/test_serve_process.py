@@ -1,5 +1,6 @@
 """The life of a ``serve`` process: its keys stay hidden, and every way to end it leaves nothing behind."""
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -115,6 +116,11 @@ def test_keys_and_drain(tmp_path: Path) -> None:
         assert KEY not in server.output() and ADMIN_KEY not in server.output()
 
 
+def test_server_that_never_had_a_request(tmp_path: Path) -> None:
+    with Server([*PAIR, "--skip-server-warmup"], tmp_path / "log").started():
+        pass
+
+
 def test_deadline_after_ctrl_c(tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the group; the workers must not mind, and the deadline ends a long request."""
     with Server([*PAIR, "--drain-timeout-seconds=2"], tmp_path / "log") as server:
@@ -147,20 +153,19 @@ def test_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_signal_while_workers_start(signum: int, status: int, tmp_path: Path) -> None:
-    """A worker is hit while it still imports: long before SGLang binds it to its parent."""
+    """The workers are still importing: SGLang itself binds them to their parent only later."""
 
-    def worker_started(server: Server) -> bool:
+    def importing() -> bool:
         for process in server.processes():
-            try:
-                if any("spawn_main" in part for part in process.cmdline()):
+            with contextlib.suppress(OSError, psutil.Error):
+                command, libraries = " ".join(process.cmdline()), Path(f"/proc/{process.pid}/maps").read_text()
+                if "spawn_main" in command and "libtorch_cpu" in libraries:
                     return True
-            except psutil.Error:
-                continue
         return False
 
     with Server(PAIR, tmp_path / "log") as server:
         server.wait_for("server_args=")
-        wait_until(lambda: worker_started(server), "a worker")
+        wait_until(importing, "a worker that imports")
         server.signal(signum)
         assert server.wait() == status
         assert "Traceback" not in server.output()
