@@ -79,6 +79,14 @@ def load(files: Mapping[str, str | None], environment: MutableMapping[str, str])
     return keys
 
 
+def refuse_header_log(environment: Mapping[str, str]) -> None:
+    """Raise `UserError` if SGLang is told to log the header in which clients send the key."""
+    variable = "SGLANG_LOG_REQUEST_HEADERS"
+    headers = [name.strip().lower() for name in environment.get(variable, "").split(",")]
+    if "authorization" in headers:
+        raise UserError(f"{variable} names authorization, which would log the keys of all requests; leave it out")
+
+
 @contextlib.contextmanager
 def in_effect(keys: Mapping[str, str]) -> Iterator[None]:
     """Let this process check requests against `keys`; needs SGLang's configuration to be published."""

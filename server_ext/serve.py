@@ -234,6 +234,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     options = _check(arguments)
     server_keys = keys.load({key.field: getattr(options, f"{key.field}_file") for key in keys.KEYS}, os.environ)
+    keys.refuse_header_log(os.environ)
     pair_arguments = _pair_arguments(options.pair) if options.pair is not None else []
     drain = Drain(options.drain_timeout_seconds)
     drain.install()

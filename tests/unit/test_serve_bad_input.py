@@ -227,3 +227,8 @@ def test_key_that_fits_no_header(content: str, model: Path, tmp_path: Path) -> N
 def test_key_variable_that_is_empty(model: Path) -> None:
     message = refusal("--model-path", model, environment={"SGLANG_API_KEY": ""})
     assert message.startswith("the environment variable SGLANG_API_KEY is empty")
+
+
+def test_log_of_the_header_with_the_key(model: Path) -> None:
+    message = refusal("--model-path", model, environment={"SGLANG_LOG_REQUEST_HEADERS": "x-id, Authorization"})
+    assert message.startswith("SGLANG_LOG_REQUEST_HEADERS names authorization")
