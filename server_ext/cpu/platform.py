@@ -43,6 +43,8 @@ class CpuReferencePlatform(SRTPlatform):
         from server_ext.cpu.attention import CpuReferenceAttnBackend
 
         register_attention_backend(PLATFORM)(CpuReferenceAttnBackend)
+        # Tiny tensors: waiting for a second thread costs more than it computes, many times more on a busy machine.
+        torch.set_num_threads(1)
 
     def get_default_attention_backend(self) -> str:
         """Return the name under which `init_backend` registers."""
