@@ -13,17 +13,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import psutil
 
 from server_ext.hooks import Hook
+from server_ext.openai_api import AsgiApp, Message, Send, error_body
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 EXIT_SECONDS = 20.0
 """Time for the engine to release its memory after the drain; SGLang itself waits up to 15 s for its schedulers."""
@@ -31,14 +29,6 @@ EXIT_SECONDS = 20.0
 _ABORT_SECONDS = 5.0  # for the aborted requests to send their last chunk
 _POLL_SECONDS = 0.05
 _PROBES = ("/health", "/ready", "/metrics")  # the same that SGLang leaves open when it has a key
-_REFUSAL = {
-    "error": {
-        "message": "The server is shutting down and takes no new requests; try again.",
-        "type": "server_error",
-        "param": None,
-        "code": "service_unavailable",
-    }
-}
 
 
 def end_children() -> None:
@@ -119,7 +109,7 @@ class Drain:
         _tell(f"{name}: finishing {self._in_flight} running requests within {self._timeout_seconds:g} s")
         self._draining = True
         self._manager.gracefully_exit = True
-        last_resort = threading.Timer(self._timeout_seconds + EXIT_SECONDS, leave, [0])
+        last_resort = threading.Timer(self._timeout_seconds + EXIT_SECONDS, _give_up)
         last_resort.daemon = True
         last_resort.start()
         self._loop.call_soon_threadsafe(self._requested.set)
@@ -154,16 +144,22 @@ def _start_watching() -> None:
     get_global_state().tokenizer_manager.auto_create_handle_loop()
 
 
+def _give_up() -> None:
+    _tell(f"still running {EXIT_SECONDS:g} s after the drain deadline: stopping at once")
+    leave(0)
+
+
 def _tell(text: str) -> None:
     """Write a line to standard error from a signal handler, where logging could deadlock."""
     os.write(2, f"sglang-dflash serve: {text}\n".encode())
 
 
-async def _refuse(scope: Message, send: Callable[[Message], Awaitable[None]]) -> None:
+async def _refuse(scope: Message, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013})  # "try again later", RFC 6455 registry
         return
-    body = json.dumps(_REFUSAL).encode()
+    message = "The server is shutting down and takes no new requests; try again."
+    body = json.dumps(error_body(message, 503, code="service_unavailable")).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),
