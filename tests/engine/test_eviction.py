@@ -78,7 +78,9 @@ def prompts(pair: TinyPair) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine says of itself, in tokens."""
+    """What an engine says of itself; sizes are in tokens."""
+
+    overlap: bool
 
     full: int
     swa: int
@@ -108,6 +110,7 @@ def settings_of(engine: Engine) -> Settings:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return Settings(
+        overlap=engine.scheduler.enable_overlap,
         full=engine.allocator.size_full,
         swa=engine.allocator.size_swa,
         page=engine.allocator.page_size,
@@ -363,14 +366,15 @@ def prepare_functions() -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def bookkeeping(engine: Engine, prompts: list[list[int]]) -> Script[list[Preparation]]:
-    """A long prompt's decoding, joined by a second request half-way."""
+    """An early request's decoding, joined by a late one; of what was prepared, the last is the late one's alone."""
+    early, late = prompts
     yield from engine.flush()
     keeper = Bookkeeper()
     _, dflash = prepare_functions()
     with keeper.watching(dflash):
-        engine.submit("early", prompts[2], 256)
+        engine.submit("early", early, 256)
         yield from engine.until(lambda: len(keeper.preparations) >= 10)
-        engine.submit("late", prompts[0], 256)
+        engine.submit("late", late, 256)
         yield from engine.until_idle()
     return keeper.preparations
 
@@ -383,7 +387,7 @@ def check_order(preparation: Preparation) -> None:
 
 
 def test_every_step_evicts_then_ticks(engine: EngineProcess, prompts: list[list[int]]) -> None:
-    preparations = engine.run(bookkeeping, prompts)
+    preparations = engine.run(bookkeeping, prompts[2:] + prompts[:1])
 
     for preparation in preparations:
         check_order(preparation)
@@ -394,14 +398,15 @@ def test_every_step_evicts_then_ticks(engine: EngineProcess, prompts: list[list[
 
 
 def test_the_first_step_skips_eviction(engine: EngineProcess, prompts: list[list[int]]) -> None:
-    """The prompt is many windows long, so eviction is due from the start."""
+    """Under overlap scheduling the prefill is not processed yet, and a prompt of many windows makes eviction due."""
     settings = engine.run(settings_alone)
-    first, second, *_ = engine.run(bookkeeping, prompts)
+    first, *_, last = engine.run(bookkeeping, prompts[2:] + prompts[:1])
 
-    assert first.before.ticks == {"early": 0} and second.before.ticks == {"early": 1}
-    assert len(prompts[2]) - 1 - settings.window >= first.before.evicted["early"] + settings.interval, "not due"
+    left_the_window = len(prompts[2]) - 1 - settings.window - first.before.evicted["early"]
+    assert (left_the_window >= settings.interval) == settings.overlap
+    assert first.before.ticks == {"early": 0}
     assert first.before.evicted == first.after.evicted
-    assert second.after.evicted["early"] > second.before.evicted["early"]
+    assert last.after.evicted["late"] > len(prompts[0])
 
 
 def idle_preparation(engine: Engine) -> Script[tuple[bool, list[Preparation]]]:
