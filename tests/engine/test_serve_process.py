@@ -137,7 +137,7 @@ def test_second_signal_stops_at_once(tmp_path: Path) -> None:
         server.wait_until_ready()
         running = stream(server, tokens=12_000)
         server.signal(signal.SIGTERM)
-        server.wait_for("running requests")
+        server.wait_for("finishing 1 running requests")
         server.signal(signal.SIGTERM)
         assert server.wait() == 128 + signal.SIGTERM
         running.close()
