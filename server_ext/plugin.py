@@ -15,8 +15,7 @@ def load() -> None:
 
     hooks.apply(children.HOOKS)
     if isinstance(current_platform, CpuReferencePlatform):
-        from server_ext.cpu import launches, model_rules
+        from server_ext.cpu import gdn_launches, launches, model_rules, substitutes  # noqa: F401
 
-        launches.register()
-        model_rules.register()
+        hooks.apply(substitutes.HOOKS)
     loaded = True

@@ -1,8 +1,8 @@
 """Attention for every forward mode of the engine, over `scaled_dot_product_attention`.
 
 One request at a time: its keys and values are gathered from the pool by slot, so pages, shared prefixes and
-sliding-window pools need no case of their own. Only the rows that a layer's window can reach are gathered, which is also
-what keeps slots that were already evicted out of reach.
+sliding-window pools need no case of their own. Only the rows that a layer's window can reach are gathered, which also
+keeps slots that were already evicted out of reach.
 """
 
 from dataclasses import dataclass
@@ -145,8 +145,8 @@ class CpuReferenceAttnBackend(AttentionBackend):
     def _reach(self, layer: "RadixAttention") -> list[Reach]:
         window_left = layer.sliding_window_size if layer.sliding_window_size is not None else -1
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        in_swa_pool = isinstance(self.token_to_kv_pool, BaseSWAKVPool) and (
-            self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        in_swa_pool = (
+            isinstance(self.token_to_kv_pool, BaseSWAKVPool) and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         )
         key = (in_swa_pool, window_left, causal)
         if key not in self._reaches:

@@ -1,11 +1,9 @@
 """Native versions of the Triton launches on the path of a linear-attention hybrid (Qwen3.5 to 3.8).
 
 Everything else on that path, such as pools, copy-on-write of cached states and the choice of what to snapshot, is
-SGLang's own code, which takes its torch branch here. `register` installs the substitutes with SGLang's `HookRegistry`.
-Each keeps the signature of its target; arguments that only place a GPU launch are accepted and unused.
+SGLang's own code, which takes its torch branch here. Arguments that only place a GPU launch are accepted and unused.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,25 +11,9 @@ import torch
 from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
 from server_ext.cpu import gdn
+from server_ext.cpu.substitutes import substitutes
 
-SUBSTITUTES: dict[str, Callable[..., Any]] = {}
 _KERNELS = "sglang.kernels.ops"
-
-
-def _substitutes(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        SUBSTITUTES[path] = function
-        return function
-
-    return note
-
-
-def register() -> None:
-    """Register every substitute as a REPLACE hook."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for path, substitute in SUBSTITUTES.items():
-        HookRegistry.register(path, substitute, HookType.REPLACE)
 
 
 def _spans(query_start_loc: torch.Tensor) -> list[slice]:
@@ -39,7 +21,7 @@ def _spans(query_start_loc: torch.Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(query_start_loc.tolist())]
 
 
-@_substitutes("sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel")
+@substitutes("sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel")
 class NativeGDNKernel(LinearAttnKernelBase):
     """The gated delta rule for SGLang's three forward modes, over its state pool.
 
@@ -136,7 +118,7 @@ class NativeGDNKernel(LinearAttnKernelBase):
         return output.flatten(0, 1).unsqueeze(0)
 
 
-@_substitutes("torch.Tensor.pin_memory")
+@substitutes("torch.Tensor.pin_memory")
 def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
     """Return the tensor: nothing is copied to a device.
 
@@ -145,7 +127,7 @@ def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
     return self
 
 
-@_substitutes(f"{_KERNELS}.attention.linear.fused_gdn_gating.fused_gdn_gating")
+@substitutes(f"{_KERNELS}.attention.linear.fused_gdn_gating.fused_gdn_gating")
 def fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +136,7 @@ def fused_gdn_gating(
     return log_decay.unsqueeze(0), beta.unsqueeze(0)
 
 
-@_substitutes(f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_fn")
+@substitutes(f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_fn")
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -183,7 +165,7 @@ def causal_conv1d_fn(
     return output
 
 
-@_substitutes(f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_update")
+@substitutes(f"{_KERNELS}.mamba.causal_conv1d_triton.causal_conv1d_update")
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -219,7 +201,7 @@ def causal_conv1d_update(
     return torch.empty_like(x).copy_(output.view(x.shape))
 
 
-@_substitutes(f"{_KERNELS}.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify")
+@substitutes(f"{_KERNELS}.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify")
 def scatter_mamba_states_after_mtp_verify(
     mamba_caches: Any,
     state_indices_tensor: torch.Tensor,
@@ -247,7 +229,7 @@ def scatter_mamba_states_after_mtp_verify(
             pool[:, slots] = saved[:, rows, steps].to(pool.dtype)
 
 
-@_substitutes(f"{_KERNELS}.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers")
+@substitutes(f"{_KERNELS}.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers")
 def track_mamba_states_all_layers(
     conv_states_pool: torch.Tensor,
     ssm_states_pool: torch.Tensor,
@@ -267,7 +249,7 @@ def track_mamba_states_all_layers(
         pool[:, target] = pool[:, source]
 
 
-@_substitutes(f"{_KERNELS}.attention.fla.layernorm_gated.rms_norm_gated")
+@substitutes(f"{_KERNELS}.attention.fla.layernorm_gated.rms_norm_gated")
 def rms_norm_gated(
     *,
     x: torch.Tensor,
@@ -285,7 +267,7 @@ def rms_norm_gated(
     return gdn.gated_rms_norm(x, weight, z.reshape(x.shape), eps, activation)
 
 
-@_substitutes(f"{_KERNELS}.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous")
+@substitutes(f"{_KERNELS}.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous")
 def fused_qkvzba_split_reshape_cat_contiguous(
     mixed_qkvz: torch.Tensor,
     mixed_ba: torch.Tensor,
@@ -304,7 +286,7 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     return mixed_qkv, z.unflatten(-1, (num_heads_v, head_v)), b, a
 
 
-@_substitutes(f"{_KERNELS}.elementwise.elementwise.fused_sigmoid_mul")
+@substitutes(f"{_KERNELS}.elementwise.elementwise.fused_sigmoid_mul")
 def fused_sigmoid_mul(attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """Gate the full-attention output, ``[tokens, width]``, with ``sigmoid(gate)``; ``gate`` may be split in heads."""
     opened = gate.reshape(attn_output.shape).sigmoid()

@@ -1,41 +1,20 @@
-"""Native versions of the Triton launches on the engine's path that have none in SGLang.
-
-`register` installs them through SGLang's `HookRegistry`, so each target is named by its path and a renamed target is
-found when the hooks are checked, not when a request fails.
-"""
+"""Native versions of the Triton launches on the engine's path that have none in SGLang."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-SUBSTITUTES: dict[str, Callable[..., Any]] = {}
-
-
-def _substitutes(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        SUBSTITUTES[path] = function
-        return function
-
-    return note
-
-
-def register() -> None:
-    """Register every substitute as a REPLACE hook and the CPU guard of ``Tensor.record_stream``."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from server_ext.cpu import gdn_launches
-
-    for path, function in SUBSTITUTES.items():
-        HookRegistry.register(path, function, HookType.REPLACE)
-    HookRegistry.register("torch.Tensor.record_stream", _record_stream, HookType.AROUND)
-    gdn_launches.register()
+from server_ext.cpu.substitutes import HOOKS, substitutes
+from server_ext.hooks import Hook
 
 
 def _record_stream(original: Callable[..., None], tensor: torch.Tensor, stream: object) -> None:
     # The DFLASH worker calls it on every step; torch raises for a CPU tensor, where there is nothing to record.
     if tensor.device.type != "cpu":
         original(tensor, stream)
+
+
+HOOKS.append(Hook("torch.Tensor.record_stream", _record_stream, "around"))
 
 
 def assign_extend_cache_locs(
@@ -57,7 +36,7 @@ def assign_extend_cache_locs(
     return req_to_token[req_pool_indices.to(torch.int64)[:, None], columns].to(torch.int64).reshape(-1)
 
 
-@_substitutes("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func")
+@substitutes("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func")
 def assign_req_to_token_pool(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -78,7 +57,7 @@ def assign_req_to_token_pool(
         taken += end - start
 
 
-@_substitutes("sglang.srt.mem_cache.allocation.get_last_loc")
+@substitutes("sglang.srt.mem_cache.allocation.get_last_loc")
 def get_last_loc(
     req_to_token: torch.Tensor, req_pool_indices_tensor: torch.Tensor, prefix_lens_tensor: torch.Tensor
 ) -> torch.Tensor:
@@ -91,7 +70,7 @@ def get_last_loc(
     return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
 
 
-@_substitutes("sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_")
+@substitutes("sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_")
 def table_qk_norm_rope_(
     qkv: torch.Tensor,
     positions: torch.Tensor,

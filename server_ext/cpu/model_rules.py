@@ -8,17 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from server_ext.cpu import PLATFORM
+from server_ext.cpu.substitutes import HOOKS
+from server_ext.hooks import Hook
 
 _LISTED = "triton"
 """The in-tree backend that every such list has."""
-
-
-def register() -> None:
-    """Register the hook around SGLang's handling of single models."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    target = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
-    HookRegistry.register(target, _with_listed_name, HookType.AROUND)
 
 
 def _with_listed_name(handle: Callable[[Any], None], server_args: Any) -> None:
@@ -36,3 +30,6 @@ def _with_listed_name(handle: Callable[[Any], None], server_args: Any) -> None:
         handle(server_args)
     finally:
         model_hook.attention_backends_of = backends_of
+
+
+HOOKS.append(Hook("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", _with_listed_name, "around"))

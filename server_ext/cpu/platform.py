@@ -29,8 +29,8 @@ class CpuReferencePlatform(SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose this platform's attention backend, and leave the processor to others while idle.
 
-        The backends that SGLang chooses for any device of type "cpu" do not serve here: one needs AMX kernels, the other
-        has no target verify.
+        The backends that SGLang chooses for any device of type "cpu" do not serve here: one needs AMX kernels, the
+        other has no target verify.
         """
         server_args.sleep_on_idle = True
         if server_args.attention_backend in (None, "intel_amx", "torch_native"):
