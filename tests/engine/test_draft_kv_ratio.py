@@ -1,0 +1,516 @@
+"""The DFLASH draft's KV in a bounded pool, on the real scheduler with strict memory checks."""
+
+import functools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from conftest import Servers
+from draft_books import check_books, check_empty
+from reference import MAX_NEAR_TIE_SHARE, Agreement, Reference, spacing
+from scripted import Answer, Engine, EngineFailure, EngineProcess, Engines, Script
+from server_ext.tiny import documents
+from server_ext.tiny.build import ensure
+
+WINDOW_TOKENS = 64
+CHUNK_TOKENS = 64
+FLOWS = [
+    pytest.param({"page_size": page_size, "disable_overlap_schedule": not overlap}, id=f"page{page_size}-{overlap=}")
+    for page_size in (1, 64)
+    for overlap in (True, False)
+]
+
+
+@pytest.fixture(scope="module")
+def engines(servers: Servers) -> Iterator[Engines]:
+    servers.close()
+    shared = Engines()
+    yield shared
+    shared.close()
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """An engine at ratio 1, which is SGLang's own behaviour, and Hugging Face's logits to judge near ties by."""
+
+    engine: EngineProcess
+    model: Any
+
+    def expect(self, prompts: list[list[int]], served: list[Answer], *, steps_differ: float = 0.01) -> int:
+        """Hold greedy text and accept length against this engine's; return how many prompts part at a near tie.
+
+        Where requests meet in a batch, and where a prompt is cut into a cached part and a rest, decides how bfloat16
+        rounds; so two texts may part where the logits of the two tokens are too close to tell. Up to there, and for all
+        the text where they do not part, the number of verify steps may differ by the share `steps_differ`.
+        """
+        answers = self.engine.run(generate, prompts, max(len(answer.token_ids) for answer in served))
+        near_ties, steps, expected_steps = 0, 0, 0
+        for token_ids, want, got in zip(prompts, answers, served, strict=True):
+            place = next((i for i, got_id in enumerate(got.token_ids) if got_id != want.token_ids[i]), None)
+            if place is None:
+                steps += got.verify_steps
+                expected_steps += want.verify_steps
+                continue
+            logits = self.model(torch.tensor([token_ids + want.token_ids[:place]])).logits[0, -1].float()
+            a, b = want.token_ids[place], got.token_ids[place]
+            assert (logits[a] - logits[b]).abs() <= spacing(logits.max()), f"token {place}: {b} for {a}"
+            near_ties += 1
+        assert steps == pytest.approx(expected_steps, rel=steps_differ, abs=1)
+        return near_ties
+
+
+@pytest.fixture(scope="module")
+def upstream(servers: Servers) -> Iterator[Upstream]:
+    servers.close()
+    with EngineProcess(max_running_requests=4, chunked_prefill_size=CHUNK_TOKENS) as engine:
+        yield Upstream(engine, Reference(ensure("qwen3").target).model)
+
+
+@functools.cache
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Token ids of texts of the kind that the pair was trained on; each seed begins with another one."""
+    tokenizer = AutoTokenizer.from_pretrained(ensure("qwen3").target)
+    ids: list[int] = []
+    for document in documents.documents(random.Random(seed)):
+        ids += tokenizer("".join(text for text, _ in document)[: 8 * tokens])["input_ids"]
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise AssertionError("documents end")
+
+
+def generate(engine: Engine, prompts: list[list[int]], tokens: int, ignore_eos: bool = True) -> Script[list[Answer]]:
+    """All prompts at once, from an empty cache; the books are checked at every step."""
+    yield from engine.flush()
+    for i, token_ids in enumerate(prompts):
+        engine.submit(str(i), token_ids, tokens, ignore_eos=ignore_eos)
+    yield
+    yield from checked(engine)
+    return list(engine.answers.values())
+
+
+def checked(engine: Engine) -> Script[None]:
+    """Until idle, with a look at the books at every step."""
+    bounded = hasattr(engine.allocator, "draft_kv_pool")
+    for _ in engine.until_idle():
+        if bounded:
+            check_books(engine)
+        yield
+    if bounded:
+        check_books(engine)
+
+
+# -- sizes
+
+
+@dataclass(frozen=True)
+class Pools:
+    full_tokens: int
+    draft_tokens: int
+    draft_rows: set[int]
+    draft_layers: int
+    full_side_layers: int
+    target_gib: float
+    draft_gib: float
+    figure_gib: float
+
+
+def pools(engine: Engine) -> Script[Pools]:
+    allocator, pool = engine.allocator, engine.draft_pool
+    yield
+    assert pool is allocator.draft_kv_pool
+    assert allocator.get_kvcache() is engine.scheduler.tp_worker.model_runner.token_to_kv_pool
+    assert engine.scheduler.sliding_window_size == WINDOW_TOKENS
+    return Pools(
+        full_tokens=allocator.size_full,
+        draft_tokens=allocator.size_swa,
+        draft_rows={len(buffer) for buffer in (*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer)},
+        draft_layers=pool.swa_layer_nums,
+        full_side_layers=pool.full_layer_nums,
+        target_gib=allocator.get_kvcache().mem_usage,
+        draft_gib=pool.mem_usage,
+        figure_gib=allocator.kv_mem_usage_gb,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("ratio", [0.5, 0.29])
+def test_the_draft_pool_has_its_share_of_the_targets_slots(engines: Engines, ratio: float, page_size: int) -> None:
+    seen = engines.get(speculative_draft_kv_ratio=ratio, page_size=page_size).run(pools)
+
+    assert seen.full_tokens == 16384
+    assert seen.draft_tokens == int(16384 * ratio) // page_size * page_size
+    assert seen.draft_rows == {seen.draft_tokens + page_size}
+    assert (seen.draft_layers, seen.full_side_layers) == (2, 0)
+    assert seen.figure_gib == pytest.approx(seen.target_gib + seen.draft_gib)
+    draft_row_bytes = 2 * 2 * 2 * 32 * 2  # k and v, layers, heads, head dimension, bfloat16
+    assert seen.draft_gib == pytest.approx((seen.draft_tokens + page_size) * draft_row_bytes / 2**30)
+
+
+def upstream_pools(engine: Engine) -> Script[tuple[str, str, int, bool]]:
+    yield
+    scheduler = engine.scheduler
+    types = (type(engine.allocator).__name__, type(engine.draft_pool).__name__)
+    return *types, engine.draft_pool.size, scheduler.is_hybrid_swa
+
+
+def test_ratio_one_has_the_pools_of_an_engine_without_the_flag(engines: Engines) -> None:
+    seen = engines.get(speculative_draft_kv_ratio=1.0).run(upstream_pools)
+
+    assert seen == ("TokenToKVPoolAllocator", "CpuMHATokenToKVPool", 16384, False)
+
+
+# -- write paths
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The draft's KV of one request at positions [first, first + rows), as float32 [layer, k or v, row, head, dim]."""
+
+    first: int
+    values: np.ndarray[Any, Any]
+
+
+def rows_of(engine: Engine, request: Any) -> Rows:
+    committed = request.kv.kv_committed_len
+    first = max(0, committed - WINDOW_TOKENS)
+    slots = engine.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, first:committed].to(torch.int64)
+    pool = engine.draft_pool
+    if hasattr(pool, "swa_kv_pool"):
+        slots = engine.allocator.full_to_swa_index_mapping[slots]
+        assert (slots > 0).all()
+        pool = pool.swa_kv_pool
+    layers = [
+        torch.stack([keys[slots], values[slots]]) for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
+    ]
+    return Rows(first, torch.stack(layers).float().numpy())
+
+
+class MaterializeByLayer:
+    """Stands in for the fused CUDA kernel, which hands each layer's keys and values to the same callback."""
+
+    def __init__(self, draft_model: Any) -> None:
+        self.layers = draft_model.layers
+
+    def materialize(self, ctx_hidden: torch.Tensor, positions: torch.Tensor, write_layer_kv: Any) -> None:
+        for i, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            keys, values = attention.kv_proj_only(ctx_hidden)
+            keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
+            shape = (-1, attention.num_kv_heads, attention.head_dim)
+            write_layer_kv(i, keys.view(shape), values.view(shape))
+
+
+def written_rows(engine: Engine, fused: bool, mutant: bool) -> Script[list[Rows]]:
+    """The window of two requests after their prefill, and again when all of it has been generated."""
+    worker, allocator = engine.draft_worker, engine.allocator
+    worker._use_fused_kv_materialize = fused
+    worker._fused_kv_helper = MaterializeByLayer(worker.draft_model) if fused else None
+    if mutant:
+        worker._draft_write_ids = lambda plan: plan.write_ids(worker.draft_model_runner.kv_index_translator)
+    yield from engine.flush()
+    if hasattr(allocator, "swa_attn_allocator"):
+        # On a fresh pool a target slot and its draft slot have the same number.
+        allocator.swa_attn_allocator.free_pages = allocator.swa_attn_allocator.free_pages.flip(0)
+    engine.submit("a", prompt(1, 300), 200)
+    engine.submit("b", prompt(2, 130), 200)
+    requests: dict[str, Any] = {}
+
+    def decoding(tokens: int) -> bool:
+        requests.update((request.rid, request) for request in engine.running())
+        return len(requests) == 2 and all(len(request.output_ids) > tokens for request in requests.values())
+
+    rows = []
+    for tokens in (0, WINDOW_TOKENS):
+        yield from engine.until(lambda tokens=tokens: decoding(tokens))
+        rows += [rows_of(engine, requests[rid]) for rid in ("a", "b")]
+    yield from engine.until_idle()
+    assert worker._use_fused_kv_materialize == fused, "the engine fell back from the fused path"
+    return rows
+
+
+def rows_differ(left: list[Rows], right: list[Rows]) -> list[bool]:
+    assert [rows.first for rows in left] == [rows.first for rows in right]
+    return [not np.array_equal(a.values, b.values) for a, b in zip(left, right, strict=True)]
+
+
+BOUNDED = {
+    "speculative_draft_kv_ratio": 0.25,
+    "max_total_tokens": 8192,
+    "max_running_requests": 4,
+    "chunked_prefill_size": CHUNK_TOKENS,
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_every_write_path_writes_what_an_unbounded_pool_holds(engines: Engines, flow: dict[str, Any]) -> None:
+    unbounded = engines.get(**flow, **BOUNDED | {"speculative_draft_kv_ratio": 1.0})
+    expected = {fused: unbounded.run(written_rows, fused, False) for fused in (False, True)}
+    bounded = engines.get(**flow, **BOUNDED)
+
+    for fused in (False, True):
+        rows = bounded.run(written_rows, fused, False)
+        prefill_a, _, generated_a, _ = rows
+        assert prefill_a.first < 300 <= generated_a.first, "one window from the prefill, one generated"
+        assert all(np.abs(r.values).min(axis=(0, 1, 3, 4)).max() > 0 for r in rows)
+        assert rows_differ(rows, expected[fused]) == [False] * 4, f"{fused=}"
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["by layer", "fused"])
+def test_a_write_through_the_targets_slot_is_caught(engines: Engines, fused: bool) -> None:
+    expected = engines.get(**BOUNDED | {"speculative_draft_kv_ratio": 1.0}).run(written_rows, fused, False)
+    with EngineProcess(**BOUNDED) as engine:
+        rows = engine.run(written_rows, fused, True)
+
+    assert rows_differ(rows[:2], expected[:2]) == [True] * 2
+
+
+# -- greedy text and accept length
+
+
+PROMPT_TOKENS = (5, 40, 64, 65, 100, 150, 200, 250)
+TOKENS = 256
+
+
+def smallest_ratio(engines: Engines, **options: Any) -> float:
+    """Return the ratio that the refusal of a far too small one proposes."""
+    with pytest.raises(EngineFailure) as refusal:
+        engines.get(speculative_draft_kv_ratio=0.001, **options)
+    (proposed,) = re.findall(r"Use --speculative-draft-kv-ratio (\S+) or more", str(refusal.value))
+    return float(proposed)
+
+
+def test_greedy_text_and_accept_length_do_not_depend_on_the_ratio(engines: Engines, record_property: Any) -> None:
+    prompts = [prompt(10 + i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
+    options = {"max_total_tokens": 8192}
+    smallest = smallest_ratio(engines, **options)
+    assert smallest < 0.25
+    answers = {
+        ratio: engines.get(speculative_draft_kv_ratio=ratio, **options).run(generate, prompts, TOKENS)
+        for ratio in (1.0, 0.5, 0.25, smallest)
+    }
+    plain = engines.get(speculative=False, **options).run(generate, prompts, TOKENS)
+
+    accept_length = mean_accept_length(answers[1.0])
+    record_property("accept_length", accept_length)
+    assert accept_length > 2
+    for ratio in (0.5, 0.25, smallest):
+        assert [a.token_ids for a in answers[ratio]] == [a.token_ids for a in answers[1.0]], ratio
+        assert mean_accept_length(answers[ratio]) == pytest.approx(accept_length, rel=0.01), ratio
+
+    reference, agreement = Reference(ensure("qwen3").target), Agreement(0, 0)
+    for run in (answers[1.0], plain):
+        for token_ids, answer in zip(prompts, run, strict=True):
+            agreement += reference.compare(token_ids, answer.token_ids)
+    record_property("near_ties", agreement.near_ties)
+    assert agreement.near_ties <= MAX_NEAR_TIE_SHARE * agreement.tokens, agreement
+
+
+def mean_accept_length(answers: list[Answer]) -> float:
+    assert all(len(answer.token_ids) == TOKENS for answer in answers)
+    return len(answers) * (TOKENS - 1) / sum(answer.verify_steps for answer in answers)
+
+
+# -- prefix cache
+
+
+def twice(engine: Engine, token_ids: list[int]) -> Script[list[Answer]]:
+    """A prompt from an empty cache, and once more."""
+    (cold,) = yield from generate(engine, [token_ids], 96)
+    engine.submit("warm", token_ids, 96)
+    yield
+    yield from checked(engine)
+    return [cold, engine.answers["warm"]]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_repeated_long_prompt_hits_up_to_its_last_page(
+    engines: Engines, upstream: Upstream, flow: dict[str, Any]
+) -> None:
+    token_ids = prompt(3, 1000)
+    cold, warm = engines.get(**flow, **BOUNDED).run(twice, token_ids)
+
+    assert cold.cached_tokens == 0
+    # The last token of a prompt is always computed.
+    assert warm.cached_tokens == (len(token_ids) - 1) // flow["page_size"] * flow["page_size"]
+    assert upstream.expect([token_ids], [cold]) == 0
+    upstream.expect([token_ids], [warm], steps_differ=0.05)
+
+
+def crowded_out(engine: Engine, first: list[int], others: list[list[int]]) -> Script[list[Answer]]:
+    """A prompt, others one after the other, then the first one and the last one again."""
+    yield from engine.flush()
+    for i, token_ids in enumerate([first, *others, first, others[-1]]):
+        engine.submit(str(i), token_ids, 40)
+        yield
+        yield from checked(engine)
+    answers = list(engine.answers.values())
+    return [answers[0], *answers[-2:]]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_prefix_whose_window_was_evicted_is_computed_again(
+    engines: Engines, upstream: Upstream, flow: dict[str, Any]
+) -> None:
+    first, others = prompt(4, 150), [prompt(100 + i, 150) for i in range(30)]
+    cold, fallen_back, recent = engines.get(**flow, **BOUNDED).run(crowded_out, first, others)
+
+    assert fallen_back.cached_tokens == 0, "2048 slots do not hold the tails of 31 prompts"
+    assert recent.cached_tokens >= 128, "the latest prompt is still there"
+    for token_ids, answer in ((first, cold), (first, fallen_back), (others[-1], recent)):
+        upstream.expect([token_ids], [answer], steps_differ=0.05)
+
+    _, still_there, _ = upstream.engine.run(crowded_out, first, others)
+    assert still_there.cached_tokens >= 128, "the target's own pool has room for all of them"
+
+
+# -- pressure, aborts, bounds
+
+
+def retracted_every_few_steps(engine: Engine, prompts: list[list[int]], tokens: int) -> Script[list[Answer]]:
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 5
+    try:
+        return (yield from generate(engine, prompts, tokens))
+    finally:
+        scheduler.TEST_RETRACT = False
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_retracted_request_resumes_with_the_same_text(
+    engines: Engines, upstream: Upstream, flow: dict[str, Any]
+) -> None:
+    prompts = [prompt(20 + i, 100 + 50 * i) for i in range(4)]
+    answers = engines.get(**flow, **BOUNDED).run(retracted_every_few_steps, prompts, 80)
+
+    assert sum(answer.retractions for answer in answers) >= 2
+    assert [len(answer.token_ids) for answer in answers] == [80] * 4
+    # A resumed request gets a token from its prefill, without a verify step.
+    assert upstream.expect(prompts, answers, steps_differ=0.5) <= 1
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_requests_that_outgrow_the_target_pool_together_are_retracted_and_finish(
+    engines: Engines, upstream: Upstream, flow: dict[str, Any]
+) -> None:
+    prompts = [prompt(30 + i, 100) for i in range(4)]
+    options = {"max_total_tokens": 2048, "speculative_draft_kv_ratio": 0.75, "schedule_conservativeness": 0.01}
+    # A request that may end early is let in before there is room for all that it may generate.
+    answers = engines.get(**flow, **BOUNDED | options).run(generate, prompts, 600, False)
+
+    assert sum(answer.retractions for answer in answers) >= 1
+    assert [len(answer.token_ids) for answer in answers] == [600] * 4
+    assert upstream.expect(prompts, answers, steps_differ=0.05) <= 1
+
+
+def aborted(engine: Engine, long: list[int], other: list[int]) -> Script[list[Answer]]:
+    """Abort between two chunks of a prefill, while decoding and while waiting; then serve the same prompts."""
+    yield from engine.flush()
+    scheduler = engine.scheduler
+    engine.submit("in prefill", long, 50)
+    yield from engine.until(lambda: scheduler.chunked_req is not None and scheduler.chunked_req.kv.holds_kv)
+    yield
+    engine.abort("in prefill")
+    yield
+    yield from checked(engine)
+
+    engine.submit("decoding", other, 400)
+    yield from engine.until(lambda: any(len(request.output_ids) > 100 for request in engine.running()))
+    engine.submit("waiting", long, 50)
+    engine.abort("waiting")
+    engine.abort("decoding")
+    yield
+    yield from checked(engine)
+    finished = {rid: answer.finish and answer.finish["type"] for rid, answer in engine.answers.items()}
+    assert finished == {"in prefill": "abort", "decoding": "abort", "waiting": "abort"}
+
+    engine.submit("long", long, 50)
+    engine.submit("other", other, 50)
+    yield
+    yield from checked(engine)
+    answers = [engine.answers["long"], engine.answers["other"]]
+    yield from engine.flush()
+    check_empty(engine)
+    return answers
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_aborts_leave_both_sides_whole(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
+    long, other = prompt(5, 1000), prompt(6, 90)
+    answers = engines.get(**flow, **BOUNDED).run(aborted, long, other)
+
+    upstream.expect([long, other], answers, steps_differ=0.05)
+
+
+def flushed(engine: Engine, prompts: list[list[int]]) -> Script[list[list[Answer]]]:
+    runs = []
+    for _ in range(2):
+        runs.append((yield from generate(engine, prompts, 64)))
+        yield from engine.flush()
+        check_empty(engine)
+    return runs
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_flush_frees_both_sides_and_the_engine_goes_on(engines: Engines, flow: dict[str, Any]) -> None:
+    prompts = [prompt(40 + i, 30 + 90 * i) for i in range(4)]
+    before, after = engines.get(**flow, **BOUNDED).run(flushed, prompts)
+
+    assert [answer.cached_tokens for answer in after] == [0] * 4
+    assert [answer.token_ids for answer in before] == [answer.token_ids for answer in after]
+
+
+SMALL = BOUNDED | {"max_running_requests": 1, "max_total_tokens": 6400, "speculative_draft_kv_ratio": 0.08}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_prompt_longer_than_the_draft_pool_is_served(
+    engines: Engines, upstream: Upstream, flow: dict[str, Any]
+) -> None:
+    token_ids = prompt(7, 3000)
+    (answer,) = engines.get(**flow, **SMALL).run(generate, [token_ids], 64)
+
+    assert answer.retractions == 0
+    assert upstream.expect([token_ids], [answer]) == 0
+
+
+def draft_slots_in_use(engine: Engine, token_ids: list[int], tokens: int) -> Script[tuple[Answer, list[int]]]:
+    yield from engine.flush()
+    engine.submit("a", token_ids, tokens)
+    yield
+    in_use = []
+    for _ in checked(engine):
+        in_use.append(engine.allocator.size_swa - engine.allocator.swa_available_size())
+        yield
+    return engine.answers["a"], in_use
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_one_request_outlives_the_draft_pool(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
+    token_ids, draft_pool_tokens = prompt(8, 20), 512
+    answer, in_use = engines.get(**flow, **SMALL).run(draft_slots_in_use, token_ids, 4 * draft_pool_tokens)
+
+    assert len(answer.token_ids) == 4 * draft_pool_tokens and answer.retractions == 0
+    assert upstream.expect([token_ids], [answer]) == 0
+    interval, block = 8, 8
+    # A request's share of the cap that the pool is sized for.
+    assert WINDOW_TOKENS <= max(in_use) <= WINDOW_TOKENS + interval * block + flow["page_size"] + 2 * block
+    assert any(later < earlier for earlier, later in pairwise(in_use)), "slots are freed while it runs"
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_generation_ends_at_the_context_boundary(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
+    prompts = [prompt(50 + i, 350) for i in range(2)]
+    answers = engines.get(**flow, **BOUNDED, context_length=512).run(generate, prompts, 1000)
+
+    assert [answer.finish and answer.finish["type"] for answer in answers] == ["length"] * 2
+    assert all(512 - 350 - 8 <= len(answer.token_ids) <= 512 - 350 for answer in answers)
+    assert upstream.expect(prompts, answers) == 0
