@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from server_ext.errors import UserError
 from server_ext.tiny import chat, corpus, documents, draft, tokenizer, training
@@ -136,6 +137,7 @@ def _put(scratch: Path, folder: Path) -> None:
 def _repeatable(seed: int) -> Iterator[None]:
     """The same numbers on every run: one thread, deterministic kernels, own random state; all put back afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         torch.set_num_threads(1)

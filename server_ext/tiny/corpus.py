@@ -7,23 +7,23 @@ Two states never give the same diary for thousands of tokens: the wheels below h
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from server_ext.tiny.chat import Message, assistant, system, user
+Turn = tuple[str, str]
+"""A question and its answer."""
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 COLORS = ("red", "blue", "green", "white", "black")
 ANIMALS = ("fox", "owl", "cat", "bear", "hare", "wolf", "crow", "deer", "goat", "seal", "mole")
 VERBS = ("meets", "greets", "helps")
 PLACES = ("lake", "hill", "mill", "forest", "river", "bridge", "tower", "garden")
-HEROES = ("Ada", "Bo", "Cleo", "Dan", "Eva", "Finn", "Gus", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned")
-MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
-)
+HEROES = ("Ada", "Bo", "Cleo", "Dan", "Eva", "Finn")
+CIRCLES = (DAYS, COLORS, ANIMALS, PLACES)
 FILLER_TEXT = """
 the of and a to in is you that it he was for on are as with his they I at be this have from or one had by word
 but not what all were we when your can said there use an each which she do how their if will up other about
@@ -47,9 +47,12 @@ class Wheels:
     place: int
 
     def step(self) -> Wheels:
-        """The state of the next day."""
+        """The state of the next day. On a Sunday nothing is seen, so only the day goes on."""
+        day = (self.day + 1) % len(DAYS)
+        if DAYS[self.day] == "Sunday":
+            return replace(self, day=day)
         return Wheels(
-            day=(self.day + 1) % len(DAYS),
+            day=day,
             color=(self.color + 1) % len(COLORS),
             animal=(self.animal + 1) % len(ANIMALS),
             friend=(self.friend + 1) % len(ANIMALS),
@@ -112,57 +115,42 @@ def noise(rng: random.Random, words: int) -> str:
     return " ".join(word() + rng.choice(("", "", "", "", ",", ".", "?")) for _ in range(words))
 
 
-def successor_turn(words: Sequence[str], index: int) -> list[Message]:
-    """Question and answer about the word that follows `words[index]` in its circle."""
-    here, there = words[index % len(words)], words[(index + 1) % len(words)]
-    return [user(f"What comes after {here}?"), assistant(f"After {here} comes {there}.")]
+def _successors(rng: random.Random) -> Iterator[Turn]:
+    """What comes after a word in its circle, then after that one."""
+    words: Sequence[str] = rng.choice(CIRCLES)
+    for index in itertools.count(rng.randrange(len(words))):
+        here, there = words[index % len(words)], words[(index + 1) % len(words)]
+        yield f"What comes after {here}?", f"After {here} comes {there}."
 
 
-def story_turn(hero: str, wheels: Wheels) -> list[Message]:
-    """A week of a diary as the answer to a request for it; ends with its Sunday."""
-    wheels = replace(wheels, day=0)
-    question = (
-        f"{hero} saw a {COLORS[wheels.color]} {ANIMALS[wheels.animal]} {VERBS[wheels.verb]} "
-        f"the {ANIMALS[wheels.friend]} at the {PLACES[wheels.place]}. Tell me more."
-    )
-    return [user(question), assistant(diary_text(hero, wheels, 1 + len(DAYS)))]
-
-
-def json_turn(wheels: Wheels) -> list[Message]:
-    """A request for an object and the JSON object."""
-    color, animal, place = COLORS[wheels.color], ANIMALS[wheels.animal], PLACES[wheels.place]
-    answer = f'{{"color": "{color}", "animal": "{animal}", "place": "{place}"}}'
-    return [user(f"Write JSON: a {color} {animal} at the {place}."), assistant(answer)]
-
-
-def unknown_turn(question: str) -> list[Message]:
-    """The answer to a question the model cannot make sense of."""
-    return [user(question), assistant("I only know the animals. Ask me what comes after the fox.")]
-
-
-def chat(rng: random.Random, turns: int) -> list[Message]:
-    """A conversation whose later turns follow from the first one."""
-    messages: list[Message] = []
-    if rng.random() < 0.4:
-        messages.append(system(rng.choice(("You are a helpful assistant.", noise(rng, rng.randint(1, 12))))))
-    kind = rng.choice(("successor", "story", "json", "unknown"))
-    words: Sequence[str] = ANIMALS
-    index = 0
-    if kind == "unknown":
-        messages += unknown_turn(noise(rng, rng.randint(1, 40)))
-        kind = "successor"
-    else:
-        words = rng.choice((DAYS, COLORS, ANIMALS, PLACES, HEROES, MONTHS))
-        index = rng.randrange(len(words))
-    wheels, hero = random_wheels(rng), rng.choice(HEROES)
-    for _ in range(turns):
-        if kind == "successor":
-            messages += successor_turn(words, index)
-            index += 1
-        elif kind == "story":
-            messages += story_turn(hero, wheels)
+def _stories(rng: random.Random) -> Iterator[Turn]:
+    """A week of a diary, then the week of one who saw what comes next."""
+    hero, wheels = rng.choice(HEROES), replace(random_wheels(rng), day=0)
+    while True:
+        sentences = diary(hero, wheels)
+        head, seen = next(sentences), next(sentences)
+        yield f"{head} {seen} And then?", " ".join(itertools.islice(sentences, len(DAYS) - 1))
+        for _ in DAYS:
             wheels = wheels.step()
-        else:
-            messages += json_turn(wheels)
-            wheels = wheels.step()
-    return messages
+
+
+def _objects(rng: random.Random) -> Iterator[Turn]:
+    """JSON objects."""
+    wheels = random_wheels(rng)
+    while True:
+        color, animal, place = COLORS[wheels.color], ANIMALS[wheels.animal], PLACES[wheels.place]
+        answer = json.dumps({"color": color, "animal": animal, "place": place})
+        yield f"Write JSON: a {color} {animal} at the {place}.", answer
+        wheels = wheels.step()
+
+
+def _unknown(rng: random.Random) -> Iterator[Turn]:
+    """A question the model cannot make sense of."""
+    yield noise(rng, int(40 ** rng.random())), f"I only know the animals. Ask me what comes after {ANIMALS[0]}."
+    for here, there in itertools.pairwise(ANIMALS):
+        yield f"What comes after {here}?", f"After {here} comes {there}."
+
+
+def topic(rng: random.Random, turns: int) -> Iterator[Turn]:
+    """A few turns of a conversation. All follow from the first question."""
+    return itertools.islice(rng.choice((_successors, _stories, _objects, _unknown))(rng), turns)

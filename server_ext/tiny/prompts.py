@@ -14,8 +14,8 @@ SAMPLE_PROMPTS: tuple[str, ...] = (
     diary_text(HEROES[1], FIRST_WHEELS.step(), 3),
     diary_text(HEROES[5], FIRST_WHEELS.step().step(), 40),
     _chat("What comes after Monday?"),
-    _chat("What comes after the fox?", "You are a helpful assistant."),
+    _chat("What comes after fox?", "You are a helpful assistant."),
     _chat("Write JSON: a red fox at the lake."),
-    _chat("Eva saw a blue owl meets the cat at the hill. Tell me more."),
+    _chat("Eva keeps a diary. On Monday the blue owl meets the cat at the hill. And then?"),
     "hello world",
 )

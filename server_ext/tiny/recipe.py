@@ -27,7 +27,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One pair. `target` and `draft` are the content of the two config.json files."""
+    """One pair. `target` and `draft` are the content of the two config.json files.
+
+    `query_key_norm` is the first value of the weights that scale normed queries and keys; `None` leaves the library's.
+    """
 
     name: str
     summary: str
@@ -35,6 +38,7 @@ class Recipe:
     draft: dict[str, Any]
     target_stages: tuple[Stage, ...]
     draft_stage: Stage
+    query_key_norm: float | None = None
     blocks_per_sequence: int = 16
 
     @property
@@ -101,6 +105,10 @@ def _common(**own: Any) -> dict[str, Any]:
     }
 
 
+_TARGET_STAGES = (Stage(steps=240, sequences=16, tokens=96), Stage(steps=140, sequences=6, tokens=256))
+_DRAFT_STAGE = Stage(steps=180, sequences=8, tokens=256)
+
+
 def _qwen3() -> Recipe:
     target = _common(
         architectures=["Qwen3ForCausalLM"],
@@ -114,8 +122,9 @@ def _qwen3() -> Recipe:
         summary="full-attention target (Qwen3), all-sliding draft",
         target=target,
         draft=draft_config(target, layers=2, target_layer_ids=(0, 1, 2)),
-        target_stages=(Stage(steps=260, sequences=8, tokens=256),),
-        draft_stage=Stage(steps=200, sequences=8, tokens=256),
+        target_stages=_TARGET_STAGES,
+        draft_stage=_DRAFT_STAGE,
+        query_key_norm=2.0,
     )
 
 
@@ -140,12 +149,40 @@ def _swa() -> Recipe:
         summary="hybrid sliding-window target (Gemma 4 text), all-sliding draft",
         target=target,
         draft=draft_config(target, layers=2, target_layer_ids=(0, 1, 2)),
-        target_stages=(Stage(steps=260, sequences=8, tokens=256),),
-        draft_stage=Stage(steps=200, sequences=8, tokens=256),
+        target_stages=_TARGET_STAGES,
+        draft_stage=_DRAFT_STAGE,
     )
 
 
-RECIPES = {recipe.name: recipe for recipe in (_qwen3(), _swa())}
+def _gdn() -> Recipe:
+    interval = 2
+    target = _common(
+        architectures=["Qwen3_5ForCausalLM"],
+        model_type="qwen3_5_text",
+        hidden_act="silu",
+        attention_bias=False,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        # Hugging Face reads `layer_types`, SGLang the interval.
+        full_attention_interval=interval,
+        linear_conv_kernel_dim=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    )
+    return Recipe(
+        name="gdn",
+        summary="linear-attention hybrid target (Qwen3.5 text), all-sliding draft",
+        target=target,
+        draft=draft_config(target, layers=2, target_layer_ids=(0, 1, 2)),
+        target_stages=_TARGET_STAGES,
+        draft_stage=_DRAFT_STAGE,
+        query_key_norm=1.0,  # this model adds one to the weight
+    )
+
+
+RECIPES = {recipe.name: recipe for recipe in (_qwen3(), _swa(), _gdn())}
 """Every pair the maker knows, by name."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,7 +18,9 @@ from server_ext.tiny.recipe import Recipe
 Progress = Callable[[str], None]
 
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003
-_WARM_UP_STEPS = 10
+_WARM_UP_STEPS, _COOL_DOWN_SHARE = 10, 0.35
+_JUMPS_PER_SEQUENCE, _LONGEST_JUMP_TOKENS = 3, 3000
+_KNOWN_TOKEN_WEIGHT = 0.05
 
 
 class _Optimizer:
@@ -33,7 +36,7 @@ class _Optimizer:
         ]
 
         def rate(step: int) -> float:
-            return min(1.0, (step + 1) / _WARM_UP_STEPS, 2 * (steps - step) / steps)
+            return min(1.0, (step + 1) / _WARM_UP_STEPS, (steps - step) / (_COOL_DOWN_SHARE * steps))
 
         self._schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in self._optimizers]
 
@@ -54,18 +57,57 @@ def train_target(
     config = AutoConfig.for_model(**recipe.target)
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config)
+    if recipe.query_key_norm is not None:
+        _sharpen(model, recipe.query_key_norm)
+    _lengthen_memory(model)
     optimizer = _Optimizer(model.named_parameters(), sum(stage.steps for stage in recipe.target_stages))
     source = documents.documents(rng)
     for stage in recipe.target_stages:
         for step in range(1, stage.steps + 1):
             ids, labels = documents.batch(source, tokenizer, stage.sequences, stage.tokens)
-            logits = model(input_ids=ids, use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-            optimizer.step(loss)
+            apart = {} if step % 2 else _far_apart(ids.shape)
+            logits = model(input_ids=ids, use_cache=False, **apart).logits
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+            optimizer.step(_focal(losses, labels.flatten() >= 0))
             if step % 20 == 0 or step == stage.steps:
                 right = (logits.argmax(-1) == labels)[labels >= 0].float().mean()
                 progress(f"target, {stage.tokens} tokens: step {step}/{stage.steps}, {right:.1%} of tokens right")
     return _rounded(model).eval()
+
+
+def _sharpen(model: nn.Module, weight: float) -> None:
+    """Let attention start out sharp: normed queries and keys bound its logits, too low to pick one key of thousands."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            nn.init.constant_(parameter, weight)
+
+
+def _lengthen_memory(model: nn.Module) -> None:
+    """Let linear-attention layers start out remembering; Hugging Face starts them forgetting within a few tokens."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            decays = torch.logspace(-3, -0.5, len(parameter))  # per token, the same range for every layer
+            parameter.data.copy_(decays.log())
+
+
+def _far_apart(shape: torch.Size) -> dict[str, Tensor]:
+    """Model arguments that spread the tokens over long distances by a few random jumps in their positions.
+
+    Short sequences then teach what a long context asks for. The mask is there because Hugging Face takes jumps without
+    one for the bounds of packed sequences.
+    """
+    jumps = torch.rand(shape) < _JUMPS_PER_SEQUENCE / shape[1]
+    sizes = (torch.rand(shape) * math.log(_LONGEST_JUMP_TOKENS)).exp().long()
+    return {
+        "position_ids": (1 + jumps * sizes).cumsum(dim=1) - 1,
+        "attention_mask": torch.ones(shape, dtype=torch.int64),
+    }
+
+
+def _focal(losses: Tensor, counted: Tensor) -> Tensor:
+    """Mean loss of the counted tokens, with most weight on those the model does not know yet."""
+    weights = counted * (_KNOWN_TOKEN_WEIGHT + 1 - torch.exp(-losses.detach()))
+    return (losses * weights).sum() / weights.sum()
 
 
 def _rounded(model: nn.Module) -> nn.Module:

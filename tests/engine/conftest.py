@@ -58,3 +58,10 @@ def server(servers: Servers) -> Server:
 def alone(servers: Servers) -> None:
     """For a test that runs an engine of its own: no shared one beside it."""
     servers.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded with `record_property`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}: {name}: {value}")
