@@ -12,10 +12,12 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 INSTALLED := $(VENV)/installed
 LOCKS := requirements/engine.lock requirements/dev.lock
+SERIES := image/upstream.toml $(wildcard image/patches/*/*)
 
 PORT ?= 30000
 PAIR ?= qwen3
 ARGS ?=
+DRAFT_KV = $(if $(RATIO),--speculative-draft-kv-ratio $(RATIO)) $(if $(WINDOW),--speculative-draft-window-size $(WINDOW))
 
 SUPPORTED := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 works = $(shell $(1) -c "$(SUPPORTED)" 2>/dev/null && echo yes)
@@ -28,9 +30,9 @@ require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensur
 ##@ Run
 
 .PHONY: serve
-serve: install ## Serve a tiny model pair on 127.0.0.1. PORT=30000 PAIR=qwen3 ARGS="more engine options"
+serve: install ## Serve a tiny model pair. PORT=30000 PAIR=qwen3 RATIO=0.25 WINDOW=64 ARGS="more engine options"
 	@echo "== [3/3] model pair $(PAIR) and server on port $(PORT)"
-	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(ARGS)
+	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(DRAFT_KV) $(ARGS)
 
 ##@ Check
 
@@ -61,14 +63,16 @@ lint: install ## Style, format and types
 .PHONY: install
 install: $(INSTALLED) ## Make .venv with the locked dependencies. PYTHON=python3.11
 
-$(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock
+$(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock $(SERIES)
 	$(require_python)
 	@echo "== [1/3] Python environment $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes -r requirements/bootstrap.lock
 	@echo "== [2/3] dependencies (about 11 GB the first time)"
+	@! test -x $(BIN)/sglang-dflash || $(BIN)/sglang-dflash patches unapply
 	@$(UV) pip sync --python $(BIN)/python --require-hashes $(LOCKS)
 	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
+	@$(BIN)/sglang-dflash patches apply
 	@touch $@
 
 .PHONY: check-python
