@@ -35,7 +35,8 @@ def generate(server: Server, tokens: int) -> dict:
 
 
 def test_the_full_pool_fills_and_the_swa_pool_does_not(alone: None, tmp_path: Path) -> None:
-    arguments = ["--pair", "swa", "--swa-full-tokens-ratio", str(SWA_SHARE), "--decode-log-interval", "1"]
+    pools = ["--max-total-tokens", str(FULL_TOKENS), "--swa-full-tokens-ratio", str(SWA_SHARE)]
+    arguments = ["--pair", "swa", *pools, "--decode-log-interval", "1"]
     answers: list[dict] = []
     with Server(arguments, tmp_path / "log", environment=STRICT_CHECKS).started() as server:
         worker = threading.Thread(target=lambda: answers.append(generate(server, GENERATED_TOKENS)))
