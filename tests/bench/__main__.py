@@ -18,7 +18,7 @@ import requests
 from server_ext.tiny.build import ensure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from server import Server  # noqa: E402
+from server import Server
 
 REPEATS = 3
 
@@ -47,7 +47,9 @@ def decode(server: Server, requests_at_once: int, context_tokens: int, tokens: i
         answers = list(pool.map(lambda i: one(i, tokens), range(requests_at_once)))
         seconds = time.monotonic() - started
     produced = sum(answer["completion_tokens"] for answer in answers)
-    return Decode(sum(answer.get("spec_verify_ct", answer["completion_tokens"]) for answer in answers), produced, seconds)
+    return Decode(
+        sum(answer.get("spec_verify_ct", answer["completion_tokens"]) for answer in answers), produced, seconds
+    )
 
 
 def main() -> int:

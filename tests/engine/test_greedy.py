@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from conftest import Servers
 from reference import MAX_NEAR_TIE_SHARE, Agreement, Reference
 from server import Server
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from server_ext.tiny.build import TinyPair, ensure
 from server_ext.tiny.prompts import SAMPLE_PROMPTS
 
