@@ -10,24 +10,27 @@ from server_ext.errors import UserError
 _MODEL_FILES = ("config.json", "params.json")  # Hugging Face's and Mistral's format
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise `UserError` if nothing can listen there; the engine would find out only after it has loaded the model."""
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address, not listening yet. Raises `UserError` if nothing can listen there."""
     if not 0 < port < 65536:
         raise UserError(f"--port {port}: must be between 1 and 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(address)
+        bound = socket.socket(family, kind, protocol)
     except socket.gaierror as error:
         raise UserError(f"--host {host}: {error.strerror}") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
     except OSError as error:
+        bound.close()
         if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"port {port} on {host} is in use; stop what listens there or choose another one with --port "
                 "(with make: PORT=...)"
             ) from error
         raise UserError(f"--host {host} --port {port}: {error.strerror}") from error
+    return bound
 
 
 def check_model(option: str, model: str) -> None:

@@ -8,14 +8,15 @@ import argparse
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server_ext import hooks, keys, openai_api, plugin
 from server_ext.announce import ready_text
-from server_ext.checks import check_address, check_model
-from server_ext.drain import Drain, end_children
+from server_ext.checks import bound_socket, check_model
+from server_ext.drain import Drain, end_children, leave
 from server_ext.errors import UserError
 from server_ext.hooks import Hook
 from server_ext.options import check_arguments, engine_option_names, read_config
@@ -129,7 +130,7 @@ def _check(arguments: Sequence[str]) -> argparse.Namespace:
         recipe_named(options.pair)
     elif options.model_path is None:
         raise UserError("no model: give --model-path FOLDER_OR_REPOSITORY, or --pair NAME for a tiny one")
-    check_address(options.host, options.port)
+    bound_socket(options.host, options.port).close()  # the server would find out only after loading the model
     for option in ("--model-path", "--tokenizer-path", "--speculative-draft-model-path"):
         if model := getattr(options, option[2:].replace("-", "_")):
             check_model(option, model)
@@ -148,7 +149,10 @@ def _pair_arguments(name: str) -> list[str]:
         f"--speculative-draft-model-path={pair.draft}",
         f"--speculative-dflash-block-size={pair.block_size}",
         f"--speculative-draft-window-size={pair.window_tokens}",
-        "--max-total-tokens=16384",
+        # Small, but room for a draft pool of a quarter: it must hold what 8 requests and two chunks can.
+        "--max-total-tokens=65536",
+        "--max-running-requests=8",
+        "--chunked-prefill-size=1024",
         "--enable-metrics",
     ]
 
@@ -215,6 +219,15 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
             )
             print(text, flush=True)
 
+    def serve_bound(serve: Any, server: Any, sockets: Any = None) -> Any:
+        """Bind before SGLang's start-up request, which would take another server on the port for this one."""
+        try:
+            sockets = sockets or [bound_socket(server.config.host, server.config.port)]
+        except UserError as error:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            leave(2)
+        return serve(server, sockets)
+
     http = "sglang.srt.entrypoints.http_server"
     return (
         *openai_api.HOOKS,
@@ -222,6 +235,7 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
         Hook(f"{http}._setup_and_run_http_server", serve_with_keys, "around"),
         Hook(f"{http}.app.build_middleware_stack", drain.guard, "after"),
         Hook(f"{http}._wait_and_warmup", announce, "after"),
+        Hook("uvicorn.server.Server.serve", serve_bound, "around"),
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -176,6 +177,15 @@ def test_signal_before_the_engine_is_imported(tmp_path: Path) -> None:
         server.wait_for("loading the engine")
         server.signal(signal.SIGTERM)
         assert server.wait() == 143
+
+
+def test_port_taken_while_the_model_loads(tmp_path: Path) -> None:
+    with Server(PAIR, tmp_path / "log") as server, socket.socket() as other:
+        server.wait_for("server_args=")
+        other.bind(("127.0.0.1", server.port))
+        other.listen()
+        assert server.wait() == 2
+        assert f"error: port {server.port} on 127.0.0.1 is in use" in server.output().splitlines()[-1]
 
 
 def test_make_serve(tmp_path: Path) -> None:
