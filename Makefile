@@ -31,7 +31,7 @@ require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensur
 
 .PHONY: serve
 serve: install ## Serve a tiny model pair. PORT=30000 PAIR=qwen3 RATIO=0.25 WINDOW=64 ARGS="more engine options"
-	@echo "== [3/3] model pair $(PAIR) and server on port $(PORT)"
+	@echo "== [4/4] model pair $(PAIR) and server on port $(PORT)"
 	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(DRAFT_KV) $(ARGS)
 
 ##@ Check
@@ -65,13 +65,14 @@ install: $(INSTALLED) ## Make .venv with the locked dependencies. PYTHON=python3
 
 $(INSTALLED): pyproject.toml $(LOCKS) requirements/bootstrap.lock $(SERIES)
 	$(require_python)
-	@echo "== [1/3] Python environment $(VENV)"
+	@echo "== [1/4] Python environment $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes -r requirements/bootstrap.lock
-	@echo "== [2/3] dependencies (about 11 GB the first time)"
+	@echo "== [2/4] dependencies (about 11 GB the first time)"
 	@! test -x $(BIN)/sglang-dflash || $(BIN)/sglang-dflash patches unapply
 	@$(UV) pip sync --python $(BIN)/python --require-hashes $(LOCKS)
 	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
+	@echo "== [3/4] patches"
 	@$(BIN)/sglang-dflash patches apply
 	@touch $@
 

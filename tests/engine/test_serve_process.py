@@ -195,7 +195,7 @@ def test_make_serve(tmp_path: Path) -> None:
     with Server(arguments, tmp_path / "log", command=command, port_option="PORT={}") as server:
         server.wait_until_ready()
         output = server.output()
-        assert f"== [3/3] model pair qwen3 and server on port {server.port}" in output
+        assert f"== [4/4] model pair qwen3 and server on port {server.port}" in output
         tried = [
             line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith(("  chat ", "  metrics "))
         ]
