@@ -96,7 +96,7 @@ def ensure(
     if found is not None and not force:
         raise UserError(f"{folder} holds another build of a tiny pair; add --force to replace it")
     with _scratch_beside(folder) as scratch:
-        _make(recipe, seed, scratch, progress)
+        make(recipe, seed, scratch, progress)
         (scratch / _MANIFEST).write_text(json.dumps({"pair": name, "seed": seed, "digest": stamp}, indent=2) + "\n")
         _put(scratch, folder)
     progress(f"{name}: done, {folder}")
@@ -149,7 +149,9 @@ def _repeatable(seed: int) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _make(recipe: Recipe, seed: int, folder: Path, progress: Progress) -> None:
+def make(recipe: Recipe, seed: int, folder: Path, progress: Progress) -> None:
+    """Train a pair and write it to `folder`, which exists, as `target` and `draft`."""
+
     def say(line: str) -> None:
         progress(f"{recipe.name}: {line}")
 
