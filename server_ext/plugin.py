@@ -27,6 +27,6 @@ def _apply_hooks() -> None:
 
     hooks.apply(children.HOOKS)
     if isinstance(current_platform, CpuReferencePlatform):
-        from server_ext.cpu import gdn_launches, launches, model_rules, substitutes  # noqa: F401
+        from server_ext.cpu import gdn_launches, launches, model_rules, seeds, substitutes  # noqa: F401
 
         hooks.apply(substitutes.HOOKS)

@@ -154,6 +154,8 @@ def _pair_arguments(name: str) -> list[str]:
         "--max-running-requests=8",
         "--chunked-prefill-size=1024",
         "--enable-metrics",
+        # A model this small may write white space for ever where a JSON grammar lets it.
+        "--constrained-json-disable-any-whitespace",
     ]
 
 
