@@ -170,6 +170,8 @@ def _gdn() -> Recipe:
         linear_key_head_dim=32,
         linear_value_head_dim=32,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        # Hugging Face reads it above; here it would put this model's default, which SGLang reads.
+        partial_rotary_factor=1.0,
     )
     return Recipe(
         name="gdn",
