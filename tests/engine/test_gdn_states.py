@@ -19,8 +19,8 @@ from scripted import Answer, Engine, EngineProcess, Engines, Script
 from server_ext.tiny import documents
 from server_ext.tiny.build import TinyPair, ensure
 
-# Known fault, not run: on the trained pair the engine's text leaves Hugging Face's where the answer hangs on the states.
-pytestmark = pytest.mark.xfail(run=False, reason="the native linear attention is not yet right on the trained pair gdn")
+# The pair's rotary share was put right after the last whole run of these tests; they need one on the pair as it is now.
+pytestmark = pytest.mark.xfail(run=False, reason="not yet run on the trained pair gdn")
 
 # SGLang keeps states on these grids: while it prefills (the rule's chunk) and while it decodes (the tracking interval).
 PREFILL_GRID_TOKENS, DECODE_GRID_TOKENS = 64, 256
