@@ -22,10 +22,17 @@ from server_ext.tiny.build import ensure
 
 WINDOW_TOKENS = 64
 CHUNK_TOKENS = 64
-FLOWS = [
+PLAIN_FLOWS = [
     pytest.param({"page_size": page_size, "disable_overlap_schedule": not overlap}, id=f"page{page_size}-{overlap=}")
     for page_size in (1, 64)
     for overlap in (True, False)
+]
+# A prefix cache of three parts: the target's KV, the draft's, and the state checkpoints.
+WITH_STATE = {"pair": "gdn", "mamba_radix_cache_strategy": "extra_buffer", "max_mamba_cache_size": 120}
+FLOWS = [
+    *PLAIN_FLOWS,
+    pytest.param(WITH_STATE | {"page_size": 1}, id="gdn-page1-overlap=True"),
+    pytest.param(WITH_STATE | {"page_size": 64, "disable_overlap_schedule": True}, id="gdn-page64-overlap=False"),
 ]
 
 
@@ -67,11 +74,25 @@ class Upstream:
         return near_ties
 
 
+@pytest.fixture
+def upstream(request: pytest.FixtureRequest, upstreams: dict[str, Upstream]) -> Upstream:
+    """The engine to hold the pair of this flow against."""
+    flow = request.getfixturevalue("flow")
+    pair = flow.get("pair", "qwen3")
+    if pair not in upstreams:
+        options = WITH_STATE if pair == "gdn" else {}
+        engine = EngineProcess(max_running_requests=4, chunked_prefill_size=CHUNK_TOKENS, **options)
+        upstreams[pair] = Upstream(engine, Reference(ensure(pair).target).model)
+    return upstreams[pair]
+
+
 @pytest.fixture(scope="module")
-def upstream(servers: Servers) -> Iterator[Upstream]:
+def upstreams(servers: Servers) -> Iterator[dict[str, Upstream]]:
     servers.close()
-    with EngineProcess(max_running_requests=4, chunked_prefill_size=CHUNK_TOKENS) as engine:
-        yield Upstream(engine, Reference(ensure("qwen3").target).model)
+    running: dict[str, Upstream] = {}
+    yield running
+    for upstream in running.values():
+        upstream.engine.close()
 
 
 @functools.cache
@@ -250,7 +271,7 @@ def rows_differ(left: list[Rows], right: list[Rows]) -> list[bool]:
 
 BOUNDED = {
     "speculative_draft_kv_ratio": 0.25,
-    "max_total_tokens": 8192,
+    "max_total_tokens": 9216,
     "max_running_requests": 4,
     "chunked_prefill_size": CHUNK_TOKENS,
 }
@@ -258,9 +279,9 @@ BOUNDED = {
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_every_write_path_writes_what_an_unbounded_pool_holds(engines: Engines, flow: dict[str, Any]) -> None:
-    unbounded = engines.get(**flow, **BOUNDED | {"speculative_draft_kv_ratio": 1.0})
+    unbounded = engines.get(**BOUNDED | flow | {"speculative_draft_kv_ratio": 1.0})
     expected = {fused: unbounded.run(written_rows, fused, False) for fused in (False, True)}
-    bounded = engines.get(**flow, **BOUNDED)
+    bounded = engines.get(**BOUNDED | flow)
 
     for fused in (False, True):
         rows = bounded.run(written_rows, fused, False)
@@ -342,11 +363,12 @@ def test_a_repeated_long_prompt_hits_up_to_its_last_page(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
     token_ids = prompt(3, 1000)
-    cold, warm = engines.get(**flow, **BOUNDED).run(twice, token_ids)
+    cold, warm = engines.get(**BOUNDED | flow).run(twice, token_ids)
 
     assert cold.cached_tokens == 0
-    # The last token of a prompt is always computed.
-    assert warm.cached_tokens == (len(token_ids) - 1) // flow["page_size"] * flow["page_size"]
+    # The last token of a prompt is always computed, and a state checkpoint stands only where a chunk ends.
+    least = len(token_ids) - 1 - (CHUNK_TOKENS if "pair" in flow else flow["page_size"] - 1)
+    assert least <= warm.cached_tokens < len(token_ids)
     assert upstream.expect([token_ids], [cold]) == 0
     upstream.expect([token_ids], [warm], steps_differ=0.05)
 
@@ -366,10 +388,10 @@ def crowded_out(engine: Engine, first: list[int], others: list[list[int]]) -> Sc
 def test_a_prefix_whose_window_was_evicted_is_computed_again(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
-    first, others = prompt(4, 150), [prompt(100 + i, 150) for i in range(30)]
-    cold, fallen_back, recent = engines.get(**flow, **BOUNDED).run(crowded_out, first, others)
+    first, others = prompt(4, 150), [prompt(100 + i, 150) for i in range(40)]
+    cold, fallen_back, recent = engines.get(**BOUNDED | flow).run(crowded_out, first, others)
 
-    assert fallen_back.cached_tokens == 0, "2048 slots do not hold the tails of 31 prompts"
+    assert fallen_back.cached_tokens == 0, "2304 slots do not hold the windows of 41 prompts"
     assert recent.cached_tokens >= 128, "the latest prompt is still there"
     for token_ids, answer in ((first, cold), (first, fallen_back), (others[-1], recent)):
         upstream.expect([token_ids], [answer], steps_differ=0.05)
@@ -396,7 +418,7 @@ def test_a_retracted_request_resumes_with_the_same_text(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
     prompts = [prompt(20 + i, 100 + 50 * i) for i in range(4)]
-    answers = engines.get(**flow, **BOUNDED).run(retracted_every_few_steps, prompts, 80)
+    answers = engines.get(**BOUNDED | flow).run(retracted_every_few_steps, prompts, 80)
 
     assert sum(answer.retractions for answer in answers) >= 2
     assert [len(answer.token_ids) for answer in answers] == [80] * 4
@@ -404,14 +426,14 @@ def test_a_retracted_request_resumes_with_the_same_text(
     assert upstream.expect(prompts, answers, steps_differ=0.5) <= 1
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", PLAIN_FLOWS)
 def test_requests_that_outgrow_the_target_pool_together_are_retracted_and_finish(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
     prompts = [diary(i, 100) for i in range(4)]
     options = {"max_total_tokens": 2048, "speculative_draft_kv_ratio": 0.75, "schedule_conservativeness": 0.01}
     # A request that may end early is let in before there is room for all that it may generate.
-    answers = engines.get(**flow, **BOUNDED | options).run(generate, prompts, 600, False)
+    answers = engines.get(**BOUNDED | flow | options).run(generate, prompts, 600, False)
 
     assert sum(answer.retractions for answer in answers) >= 1
     assert [len(answer.token_ids) for answer in answers] == [600] * 4
@@ -452,7 +474,7 @@ def aborted(engine: Engine, long: list[int], other: list[int]) -> Script[list[An
 @pytest.mark.parametrize("flow", FLOWS)
 def test_aborts_leave_both_sides_whole(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
     long, other = prompt(5, 1000), prompt(6, 90)
-    answers = engines.get(**flow, **BOUNDED).run(aborted, long, other)
+    answers = engines.get(**BOUNDED | flow).run(aborted, long, other)
 
     upstream.expect([long, other], answers, steps_differ=0.05)
 
@@ -469,13 +491,14 @@ def flushed(engine: Engine, prompts: list[list[int]]) -> Script[list[list[Answer
 @pytest.mark.parametrize("flow", FLOWS)
 def test_a_flush_frees_both_sides_and_the_engine_goes_on(engines: Engines, flow: dict[str, Any]) -> None:
     prompts = [prompt(40 + i, 30 + 90 * i) for i in range(4)]
-    before, after = engines.get(**flow, **BOUNDED).run(flushed, prompts)
+    before, after = engines.get(**BOUNDED | flow).run(flushed, prompts)
 
     assert [answer.cached_tokens for answer in after] == [answer.cached_tokens for answer in before]
     assert [answer.token_ids for answer in before] == [answer.token_ids for answer in after]
 
 
-SMALL = BOUNDED | {"max_running_requests": 1, "max_total_tokens": 6400, "speculative_draft_kv_ratio": 0.08}
+DRAFT_POOL_TOKENS = 729
+SMALL = BOUNDED | {"max_running_requests": 1, "max_total_tokens": 4864, "speculative_draft_kv_ratio": 0.15}
 
 
 @pytest.mark.parametrize("flow", FLOWS)
@@ -483,7 +506,7 @@ def test_a_prompt_longer_than_the_draft_pool_is_served(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
     token_ids = prompt(7, 3000)
-    (answer,) = engines.get(**flow, **SMALL).run(generate, [token_ids], 64)
+    (answer,) = engines.get(**SMALL | flow).run(generate, [token_ids], 64)
 
     assert answer.retractions == 0
     assert upstream.expect([token_ids], [answer]) == 0
@@ -502,21 +525,22 @@ def draft_slots_in_use(engine: Engine, token_ids: list[int], tokens: int) -> Scr
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_one_request_outlives_the_draft_pool(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
-    token_ids, draft_pool_tokens = prompt(8, 20), 512
-    answer, in_use = engines.get(**flow, **SMALL).run(draft_slots_in_use, token_ids, 4 * draft_pool_tokens)
+    token_ids, tokens = prompt(8, 20), 2 * DRAFT_POOL_TOKENS
+    answer, in_use = engines.get(**SMALL | flow).run(draft_slots_in_use, token_ids, tokens)
 
-    assert len(answer.token_ids) == 4 * draft_pool_tokens and answer.retractions == 0
+    assert len(answer.token_ids) == tokens and answer.retractions == 0
     assert upstream.expect([token_ids], [answer]) == 0
-    interval, block = 8, 8
-    # A request's share of the cap that the pool is sized for.
-    assert WINDOW_TOKENS <= max(in_use) <= WINDOW_TOKENS + interval * block + flow["page_size"] + 2 * block
+    # A request's share of the cap that the pool is sized for: with state, also back to its last checkpoint.
+    interval, block, track_interval = 8, 8, 256 if "pair" in flow else 0
+    cap = WINDOW_TOKENS + track_interval + interval * block + flow["page_size"] + 2 * block
+    assert WINDOW_TOKENS <= max(in_use) <= cap
     assert any(later < earlier for earlier, later in pairwise(in_use)), "slots are freed while it runs"
 
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_generation_ends_at_the_context_boundary(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
     prompts = [prompt(50 + i, 350) for i in range(2)]
-    answers = engines.get(**flow, **BOUNDED, context_length=512).run(generate, prompts, 1000)
+    answers = engines.get(**BOUNDED | flow, context_length=512).run(generate, prompts, 1000)
 
     assert [answer.finish and answer.finish["type"] for answer in answers] == ["length"] * 2
     assert all(512 - 350 - 8 <= len(answer.token_ids) <= 512 - 350 for answer in answers)
