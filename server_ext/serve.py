@@ -152,6 +152,9 @@ def _pair_arguments(name: str) -> list[str]:
         # Small, but room for a draft pool of a quarter: it must hold what 8 requests and two chunks can.
         "--max-total-tokens=65536",
         "--max-running-requests=8",
+        # States of a linear-attention target: three a request and the rest for prefixes. SGLang would size the pool
+        # from free memory, gigabytes that take seconds to fill and of which no request shows. Others ignore it.
+        "--max-mamba-cache-size=64",
         "--chunked-prefill-size=1024",
         "--enable-metrics",
         # A model this small may write white space for ever where a JSON grammar lets it.
