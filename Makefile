@@ -17,6 +17,8 @@ SERIES := image/upstream.toml $(wildcard image/patches/*/*)
 PORT ?= 30000
 PAIR ?= qwen3
 ARGS ?=
+# Two engines at once: more than two cores make the suites no faster.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
 DRAFT_KV = $(if $(RATIO),--speculative-draft-kv-ratio $(RATIO)) $(if $(WINDOW),--speculative-draft-window-size $(WINDOW))
 
 SUPPORTED := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
@@ -38,15 +40,15 @@ serve: install ## Serve a tiny model pair. PORT=30000 PAIR=qwen3 RATIO=0.25 WIND
 
 .PHONY: test
 test: lint ## Lint, then all tests
-	@exec $(BIN)/pytest $(ARGS)
+	@exec $(PYTEST) $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## The tests that start no engine
-	@exec $(BIN)/pytest --ignore tests/engine $(ARGS)
+	@exec $(PYTEST) --ignore tests/engine $(ARGS)
 
 .PHONY: test-engine
 test-engine: install ## The tests against the running engine
-	@exec $(BIN)/pytest tests/engine $(ARGS)
+	@exec $(PYTEST) tests/engine $(ARGS)
 
 .PHONY: bench
 bench: install ## Measure speed on this machine

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from transformers.utils import logging
 
@@ -95,7 +96,10 @@ def ensure(
         raise UserError(f"{folder} exists and is no tiny pair; remove it or choose another --output")
     if found is not None and not force:
         raise UserError(f"{folder} holds another build of a tiny pair; add --force to replace it")
-    with _scratch_beside(folder) as scratch:
+    with _scratch_beside(folder) as scratch, FileLock(folder.parent / f".{folder.name}.lock"):
+        if not force and _stamp_in(folder) == stamp:
+            progress(f"{name}: made by another process, {folder}")
+            return pair
         make(recipe, seed, scratch, progress)
         (scratch / _MANIFEST).write_text(json.dumps({"pair": name, "seed": seed, "digest": stamp}, indent=2) + "\n")
         _put(scratch, folder)

@@ -28,19 +28,13 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from server import STRICT_CHECKS, free_port
 from server_ext.tiny.build import TinyPair, ensure
 
 T = TypeVar("T")
 Script = Generator[None, None, T]
 
 TIMEOUT_SECONDS = 420.0
-STRICT_CHECKS = {
-    "SGLANG_INVARIANT_CHECK": "2",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
-}
 _PROCESS = {
     "SGLANG_PLATFORM": "cpu_reference",
     "OMP_NUM_THREADS": "1",
@@ -205,7 +199,7 @@ class EngineProcess:
         if speculative:
             server_args |= {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(pair.draft)}
             server_args |= {"speculative_draft_window_size": pair.window_tokens}
-        server_args |= {"max_total_tokens": 16384, **options}
+        server_args |= {"max_total_tokens": 16384, "nccl_port": free_port(), **options}
         self._pipe, childs_end = multiprocessing.Pipe()
         self._process = _context().Process(
             target=_child, args=(childs_end, server_args, STRICT_CHECKS | dict(environment or {}))

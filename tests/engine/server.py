@@ -4,7 +4,7 @@
         server.client().models.list()
 
 Each server runs in a session of its own, as from a terminal of its own, so that a process it leaves behind can be told
-from everything else on the machine. Only one engine should run at a time: use the fixtures of ``conftest.py``.
+from everything else on the machine. Tests share them: use the fixtures of ``conftest.py``.
 """
 
 import contextlib
@@ -24,6 +24,14 @@ import psutil
 
 COMMAND = (str(Path(sys.executable).parent / "sglang-dflash"), "serve")
 READY = "Ready after"
+# SGLang counts every slot of every pool, while it works and when it is idle, and ends if the books do not balance.
+STRICT_CHECKS = {
+    "SGLANG_INVARIANT_CHECK": "2",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
+}
 START_TIMEOUT_SECONDS = 420.0
 STOP_TIMEOUT_SECONDS = 120.0
 
@@ -40,7 +48,7 @@ class Server:
 
     `arguments` are its options without ``--port``. `environment` is laid over this process's own. `command` is what
     runs instead of this environment's ``sglang-dflash serve``, with the port as `port_option` has it. `key` is what
-    `client` and `headers` send.
+    `client` and `headers` send. With `strict` the engine checks its memory pools at every step.
     """
 
     def __init__(
@@ -52,13 +60,14 @@ class Server:
         command: Sequence[str] = COMMAND,
         port_option: str = "--port={}",
         key: str | None = None,
+        strict: bool = True,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.key = key
         self._command = [*command, *arguments, port_option.format(self.port)]
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, **(STRICT_CHECKS if strict else {}), **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -155,3 +164,35 @@ class Server:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+
+
+class Servers:
+    """Keeps the server that was asked for last; the next request with other options stops it first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started = 0
+        self._current: tuple[tuple[str, ...], Server] | None = None
+
+    def get(self, *arguments: str) -> Server:
+        """Return a ready server with these options, the running one if its options are the same and it still runs."""
+        if self._current is not None:
+            running_arguments, server = self._current
+            if running_arguments == arguments and server.process.poll() is None:
+                return server
+            self.close()
+        self._started += 1
+        server = Server(arguments, self._folder / f"server-{self._started}.log")
+        self._current = (arguments, server.start())
+        return server.wait_until_ready()
+
+    def close(self) -> None:
+        """Stop the running server, if there is one. Call this before a test that runs an engine of its own."""
+        if self._current is None:
+            return
+        _, server = self._current
+        self._current = None
+        try:
+            assert server.stop() == 0, server.output()[-5000:]
+        finally:
+            server.kill()

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from conftest import Servers
 from draft_books import check_books, check_empty
 from reference import MAX_NEAR_TIE_SHARE, Agreement, Reference, spacing
 from scripted import Answer, Engine, EngineFailure, EngineProcess, Engines, Script
+from server import Servers
 from server_ext.tiny import corpus, documents
 from server_ext.tiny.build import ensure
 

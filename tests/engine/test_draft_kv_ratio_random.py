@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from conftest import Servers
 from draft_books import check_books, check_empty
 from scripted import Engine, Engines, Script
+from server import Servers
 from test_draft_kv_ratio import BOUNDED, PLAIN_FLOWS, WITH_STATE, prompt
 
 # Four requests of up to 480 tokens meet in 2,048 target slots, and their prefixes in 1,228 draft slots.

@@ -8,8 +8,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import Servers
-from server import Server
+from server import Server, Servers
 from test_draft_kv_ratio import prompt
 
 TARGET_TOKENS = 65536

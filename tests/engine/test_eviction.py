@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 from transformers import AutoTokenizer
 
-from conftest import Servers
 from reference import MAX_NEAR_TIE_SHARE, Reference
 from scripted import Answer, Engine, EngineProcess, Engines, Script
+from server import Servers
 from server_ext.tiny import corpus
 from server_ext.tiny.build import TinyPair, ensure
 

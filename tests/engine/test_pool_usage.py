@@ -6,7 +6,6 @@ from pathlib import Path
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripted import STRICT_CHECKS
 from server import Server
 
 FULL_TOKENS = 16384
@@ -38,7 +37,7 @@ def test_the_full_pool_fills_and_the_swa_pool_does_not(alone: None, tmp_path: Pa
     pools = ["--max-total-tokens", str(FULL_TOKENS), "--swa-full-tokens-ratio", str(SWA_SHARE)]
     arguments = ["--pair", "swa", *pools, "--decode-log-interval", "1"]
     answers: list[dict] = []
-    with Server(arguments, tmp_path / "log", environment=STRICT_CHECKS).started() as server:
+    with Server(arguments, tmp_path / "log").started() as server:
         worker = threading.Thread(target=lambda: answers.append(generate(server, GENERATED_TOKENS)))
         worker.start()
         during = []
