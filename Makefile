@@ -50,6 +50,14 @@ test-unit: install ## The tests that start no engine
 test-engine: install ## The tests against the running engine
 	@exec $(PYTEST) tests/engine $(ARGS)
 
+.PHONY: accept
+accept: install ## Whether a server is sound: URL=http://host:30000, or it launches tiny pairs. ARGS="--min-accept-length 3"
+	@exec $(BIN)/pytest tests/accept --capture no --verbose $(if $(URL),--url $(URL)) $(ARGS)
+
+.PHONY: test-chart
+test-chart: install ## The tests of the Helm chart
+	@exec $(BIN)/pytest tests/chart $(ARGS)
+
 .PHONY: bench
 bench: install ## Measure speed on this machine
 	@exec $(BIN)/python -m tests.bench $(ARGS)
@@ -91,6 +99,10 @@ lock: install ## Resolve the dependencies anew into requirements/*.lock, from th
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--custom-compile-command "make lock"
+
+.PHONY: chart-docs
+chart-docs: install ## Carry the descriptions of the chart's values.yaml to its README and schema
+	@exec $(BIN)/python tests/chart/value_docs.py
 
 .PHONY: clean
 clean: ## Remove .venv and caches of the tools; tiny pairs stay in the user's cache
