@@ -9,6 +9,7 @@ from server_ext.errors import UserError
 
 # Command, what it does, and the module that offers add_arguments(parser) and run(args).
 _COMMANDS = {
+    "plan": ("size the pools for a pair, a GPU and a load, without a GPU", "server_ext.planner.command"),
     "tiny": ("make tiny target and draft models to run the engine with", "server_ext.tiny.command"),
     "patches": ("apply, check and export the patch series for SGLang", "server_ext.image.patchset"),
 }
