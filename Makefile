@@ -56,7 +56,7 @@ accept: install ## Whether a server is sound: URL=http://host:30000, or it launc
 
 .PHONY: test-chart
 test-chart: install ## The tests of the Helm chart
-	@exec $(BIN)/pytest tests/chart $(ARGS)
+	@exec $(PYTEST) tests/chart $(ARGS)
 
 .PHONY: bench
 bench: install ## Measure speed on this machine
@@ -103,6 +103,10 @@ COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generat
 .PHONY: chart-docs
 chart-docs: install ## Carry the descriptions of the chart's values.yaml to its README and schema
 	@exec $(BIN)/python tests/chart/value_docs.py
+
+.PHONY: chart-golden
+chart-golden: install ## Render the chart's examples anew into tests/chart/golden
+	@exec $(BIN)/python tests/chart/golden.py
 
 .PHONY: clean
 clean: ## Remove .venv and caches of the tools; tiny pairs stay in the user's cache

@@ -1,10 +1,21 @@
 """Fixtures of all suites. Running servers are shared: a start takes half a minute."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from server import Server, Servers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the acceptance suite; ``make accept`` passes them."""
+    group = parser.getgroup("acceptance suite (tests/accept)")
+    group.addoption("--url", help="a running server; without it the suite launches tiny pairs")
+    group.addoption("--min-accept-length", type=float, default=2.0, help="tokens a verify step (default: 2)")
+    group.addoption("--min-gsm8k", type=float, help="share of right answers; without it GSM8K is left out")
+    group.addoption("--gsm8k-questions", type=int, default=200, help="how many questions (default: 200)")
+    group.addoption("--gsm8k-data", type=Path, help="the test set as JSON lines; downloaded if not given")
 
 
 @pytest.fixture(scope="session")
