@@ -15,6 +15,7 @@ key = Path(options.api_key_file).read_text().strip() if options.api_key_file els
 
 
 def ask(path, body=None):
+    """Return the text of an answer; a body is posted."""
     request = urllib.request.Request(options.url + path, data=json.dumps(body).encode() if body else None)
     request.add_header("Content-Type", "application/json")
     if key:
@@ -29,6 +30,7 @@ def ask(path, body=None):
 
 
 def check(passed, name, seen):
+    """Print what was seen, or end with it."""
     if not passed:
         raise SystemExit(f"{name}: {seen}")
     print(f"{name}: {seen}")
