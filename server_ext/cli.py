@@ -11,6 +11,7 @@ from server_ext.errors import UserError
 _COMMANDS = {
     "plan": ("size the pools for a pair, a GPU and a load, without a GPU", "server_ext.planner.command"),
     "tiny": ("make tiny target and draft models to run the engine with", "server_ext.tiny.command"),
+    "status": ("show the memory pools of a running server", "server_ext.status"),
     "patches": ("apply, check and export the patch series for SGLang", "server_ext.image.patchset"),
 }
 

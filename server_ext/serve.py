@@ -71,6 +71,11 @@ def _own_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=30.0,
         help="How long running requests may take to finish after SIGTERM or SIGINT. Default: 30.",
     )
+    group.add_argument(
+        "--metrics-best-effort",
+        action="store_true",
+        help="Serve without pool metrics (sglang_dflash_up 0) when their hooks do not fit SGLang, instead of stopping.",
+    )
     return parser
 
 
@@ -111,6 +116,13 @@ def _config_path(arguments: Sequence[str]) -> str | None:
     return arguments[places[0] + 1] if places else None
 
 
+def _argument(name: str, value: Any) -> str | None:
+    """Return a line of the config file as on the command line; None for a switch that is off."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else None
+    return f"--{name}={value}"
+
+
 def _check(arguments: Sequence[str]) -> argparse.Namespace:
     """Report every mistake that can be seen without SGLang; return the options of `_early_parser`."""
     parser = _early_parser()
@@ -122,8 +134,8 @@ def _check(arguments: Sequence[str]) -> argparse.Namespace:
     if path := _config_path(arguments):
         config = read_config(path, known)
         keys.refuse_in_options([f"--{name}" for name in config], known, f"in {path}")
-    from_config = [f"--{name}={value}" for name, value in config.items() if f"--{name}" in _names(parser)]
-    options, _ = parser.parse_known_args([*from_config, *arguments])
+    from_config = [_argument(name, value) for name, value in config.items() if f"--{name}" in _names(parser)]
+    options, _ = parser.parse_known_args([*filter(None, from_config), *arguments])
     if options.pair is not None:
         from server_ext.tiny.recipe import recipe_named
 
@@ -198,7 +210,7 @@ def _engine_options(arguments: Sequence[str], pair_arguments: Sequence[str]) -> 
     modes = [name for name, value in _UNSUPPORTED_MODES.items() if getattr(resolved, name) != value]
     options = [f"--{name.replace('_', '-')}" for name in modes] + ["SGLANG_RUST_SERVER"] * envs.SGLANG_RUST_SERVER.get()
     if options:
-        raise UserError(f"{options[0]} is not supported: keys and drain need SGLang's own HTTP process")
+        raise UserError(f"{options[0]} is not supported: keys, drain and /pools need SGLang's own HTTP process")
     return server_args
 
 
@@ -244,6 +256,14 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
     )
 
 
+def _add_routes() -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    from server_ext.routes import router
+
+    app.include_router(router)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Serve until a signal; return the exit status. Raises `UserError` for bad input."""
     started = time.monotonic()
@@ -257,6 +277,8 @@ def run(arguments: Sequence[str]) -> int:
     pair_arguments = _pair_arguments(options.pair) if options.pair is not None else []
     drain = Drain(options.drain_timeout_seconds)
     drain.install()
+    if options.metrics_best_effort:
+        os.environ[plugin.BEST_EFFORT_VARIABLE] = "1"
     print(f"{PROGRAM}: loading the engine, which takes about half a minute", flush=True)
 
     from sglang.launch_server import run_server
@@ -267,6 +289,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError("the plugin sglang_dflash is not loaded; add it to SGLANG_PLUGINS or unset that variable")
     server_args = _engine_options(arguments, pair_arguments)
     hooks.apply(_hooks(drain, server_keys, started))
+    _add_routes()
     try:
         run_server(server_args)
     except (AssertionError, ValueError) as error:
