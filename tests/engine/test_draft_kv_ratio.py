@@ -315,9 +315,15 @@ def smallest_ratio(engines: Engines, **options: Any) -> float:
     return float(proposed)
 
 
-def test_greedy_text_and_accept_length_do_not_depend_on_the_ratio(engines: Engines, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"page_size": 1, "max_total_tokens": 8192}, WITH_STATE | {"page_size": 64, "max_total_tokens": 24576}],
+    ids=["qwen3-page1", "gdn-page64"],
+)
+def test_greedy_text_and_accept_length_do_not_depend_on_the_ratio(
+    engines: Engines, record_property: Any, options: dict[str, Any]
+) -> None:
     prompts = [prompt(10 + i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
-    options = {"max_total_tokens": 8192}
     smallest = smallest_ratio(engines, **options)
     assert smallest < 0.25
     answers = {
@@ -333,7 +339,7 @@ def test_greedy_text_and_accept_length_do_not_depend_on_the_ratio(engines: Engin
         assert [a.token_ids for a in answers[ratio]] == [a.token_ids for a in answers[1.0]], ratio
         assert mean_accept_length(answers[ratio]) == pytest.approx(accept_length, rel=0.01), ratio
 
-    reference, agreement = Reference(ensure("qwen3").target), Agreement(0, 0)
+    reference, agreement = Reference(ensure(options.get("pair", "qwen3")).target), Agreement(0, 0)
     for run in (answers[1.0], plain):
         for token_ids, answer in zip(prompts, run, strict=True):
             agreement += reference.compare(token_ids, answer.token_ids)
