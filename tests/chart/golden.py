@@ -1,6 +1,6 @@
 """What the chart renders for each example, kept in `golden/` so that a change of the chart shows its effect.
 
-    python golden.py [--check]
+python golden.py [--check]
 """
 
 import argparse

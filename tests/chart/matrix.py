@@ -1,4 +1,4 @@
-"""Values with which the chart is rendered in many tests: each example, and cases that reach what the examples leave out."""
+"""Values with which the chart is rendered in many tests: each example, and cases that reach what those leave out."""
 
 from typing import Any
 
@@ -95,7 +95,12 @@ CASES: dict[str, dict[str, Any]] = {
         "swaFullTokensRatio": 0.5,
     },
     "engine options": {
-        "engineConfig": {"page_size": 64, "disable-radix-cache": False, "cuda-graph-bs": [1, 2], "hicache-ratio": 2.5}
+        "engineConfig": {
+            "page_size": 64,
+            "disable-radix-cache": False,
+            "cuda-graph-bs-decode": [1, 2],
+            "hicache-ratio": 2.5,
+        }
     },
     "data parallel": {"engineConfig": {"dp-size": 2}, "gpu": {"count": 2}},
 }

@@ -9,12 +9,12 @@ from typing import Any
 import helm_python
 import pytest
 import yaml
-from server_ext.drain import EXIT_SECONDS
 
 import golden
 from manifest_schemas import KUBERNETES, mistakes
 from matrix import CASES, EVERYTHING, KEDA, TWO_NODES
 from rendering import EXAMPLES, at, engine_yaml, find, manifests, merged, parsed, pod_specs, texts
+from server_ext.drain import EXIT_SECONDS
 from value_docs import CHART
 
 
@@ -321,7 +321,7 @@ def test_pods_roll_when_the_engine_changes(change: dict[str, Any], rolls: bool) 
 
 
 def test_files_become_dashboards_and_rules(tmp_path: Path) -> None:
-    import json
+
     chart = shutil.copytree(CHART, tmp_path / "chart")
     board = {"uid": "pools", "title": "{{ not a template }}", "panels": [{"legendFormat": "{{pod}}"}]}
     (chart / "dashboards" / "pools.json").write_text(json.dumps(board, indent=2))

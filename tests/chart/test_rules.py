@@ -82,7 +82,8 @@ CASES_REFUSED: list[tuple[dict[str, Any], str, dict[str, Any] | None]] = [
     ),
     (
         at("engineConfig.enable-hicache", True),
-        "speculative.draftKvRatio is 0.25, which does not go with enable-hierarchical-cache: drop that option, " + LEAVE,
+        "speculative.draftKvRatio is 0.25, which does not go with enable-hierarchical-cache: drop that option, "
+        + LEAVE,
         at("speculative.draftKvRatio", 1),
     ),
     (
@@ -241,7 +242,9 @@ def test_ratio_1_has_no_rules_of_its_own() -> None:
 
 
 def test_what_is_switched_off_does_not_count() -> None:
-    texts({"engineConfig": {"enable-lmcache": False, "disaggregation-mode": "null", "dcp-size": 1, "kv-canary": "none"}})
+    texts(
+        {"engineConfig": {"enable-lmcache": False, "disaggregation-mode": "null", "dcp-size": 1, "kv-canary": "none"}}
+    )
 
 
 @pytest.mark.parametrize("case", [*EXAMPLES, *CASES])

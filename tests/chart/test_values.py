@@ -306,7 +306,9 @@ def test_every_value_used_exists() -> None:
 
 
 def test_a_value_that_does_not_exist_is_seen() -> None:
-    source = '{{ with .Values.ingress }}{{ if .enabled }}{{ .clasName }}{{ end }}{{ end }}{{ $.Values.nodez }}{{ "$v.x" }}'
+    source = (
+        '{{ with .Values.ingress }}{{ if .enabled }}{{ .clasName }}{{ end }}{{ end }}{{ $.Values.nodez }}{{ "$v.x" }}'
+    )
     assert [name for name in used_values(source) if not exists(name)] == [".ingress.clasName", ".nodez"]
 
 
@@ -326,4 +328,6 @@ def test_the_chart_names_the_projects_version() -> None:
 
 
 def test_the_readme_lists_the_examples() -> None:
-    assert set(re.findall(r"^\| `([\w.-]+)\.yaml` \|", (CHART / "README.md").read_text(), re.MULTILINE)) == set(EXAMPLES)
+    assert set(re.findall(r"^\| `([\w.-]+)\.yaml` \|", (CHART / "README.md").read_text(), re.MULTILINE)) == set(
+        EXAMPLES
+    )
