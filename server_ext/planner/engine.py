@@ -150,9 +150,11 @@ def _engine_errors(options: EngineOptions) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except UserError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise Refused(" ".join(str(error).split())) from error
-    except (AttributeError, KeyError, TypeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # of as many kinds as there are ways to write a wrong config.json
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"SGLang cannot size {options.target} with {options.draft}: {reason}") from error
     finally:
