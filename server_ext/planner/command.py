@@ -82,9 +82,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in _AT_LEAST_ONE:
         check_number(option(name), getattr(args, name), 1)
     for name in ("gpu_memory_gib", "weights_gib", "mamba_full_memory_ratio"):
-        check_number(option(name), getattr(args, name), 0, low_included=False)
-    for name in ("ratio", "swa_full_tokens_ratio", "mem_fraction_static"):
-        check_number(option(name), getattr(args, name), 0, 1, low_included=False)
+        check_number(option(name), getattr(args, name), 0, bounds="(]")
+    for name in ("ratio", "swa_full_tokens_ratio"):
+        check_number(option(name), getattr(args, name), 0, 1, bounds="(]")
+    check_number(option("mem_fraction_static"), args.mem_fraction_static, 0, 1, bounds="()")
 
 
 def _options(args: argparse.Namespace, target: ModelFacts, draft: ModelFacts) -> EngineOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from server_ext.errors import UserError
 
@@ -101,10 +101,11 @@ class Workload:
         return self.prompt_tokens + self.output_tokens
 
 
-def check_number(option: str, value: Any, low: float, high: float = math.inf, *, low_included: bool = True) -> None:
-    """Raise `UserError` for a number outside its bounds, which belong to it, the lower one only if `low_included`."""
-    if value is None or (low <= value <= high and (low_included or value != low)):
+def check_number(option: str, value: float | None, low: float, high: float = math.inf, *, bounds: str = "[]") -> None:
+    """Raise `UserError` for a number out of its range; a bracket of `bounds` that is round excludes its end."""
+    excluded = [end for end, bracket in zip((low, high), bounds, strict=True) if bracket in "()"]
+    if value is None or (low <= value <= high and value not in excluded):
         return
-    bound = f"at least {low:g}" if low_included else f"greater than {low:g}"
-    limit = "" if high == math.inf else f" and at most {high:g}"
-    raise UserError(f"{option} {value:g}: must be {bound}{limit}")
+    least = f"at least {low:g}" if bounds[0] == "[" else f"greater than {low:g}"
+    most = f"at most {high:g}" if bounds[1] == "]" else f"less than {high:g}"
+    raise UserError(f"{option} {value:g}: must be {least}" + ("" if high == math.inf else f" and {most}"))
