@@ -16,7 +16,10 @@ nccl-init-addr: dist-init-addr
 {{- get (fromYaml (include "sglang-dflash.engineAliases" .)) $name | default $name -}}
 {{- end }}
 
-{{/* `engine.yaml`: what the values say, then `engineConfig`. */}}
+{{/*
+`engine.yaml`: what the values say, then `engineConfig`. float64, since `--set` makes a text of a share; of null it makes
+0, which is left out with all that is empty.
+*/}}
 {{- define "sglang-dflash.engineOptions" -}}
 {{- $v := .Values -}}
 {{- $options := dict
@@ -25,7 +28,7 @@ nccl-init-addr: dist-init-addr
   "max-running-requests" $v.maxRunningRequests
   "context-length" $v.contextLength
   "tp-size" $v.tensorParallelSize
-  "swa-full-tokens-ratio" $v.swaFullTokensRatio
+  "swa-full-tokens-ratio" (float64 $v.swaFullTokensRatio)
   "served-model-name" $v.model.name
   "enable-metrics" true
   "drain-timeout-seconds" $v.drainTimeoutSeconds
@@ -37,7 +40,7 @@ nccl-init-addr: dist-init-addr
     "model-path" $v.model.target
     "revision" $v.model.revisions.target
     "trust-remote-code" $v.model.trustRemoteCode
-    "mem-fraction-static" $v.memFractionStatic) -}}
+    "mem-fraction-static" (float64 $v.memFractionStatic)) -}}
 {{- end -}}
 {{- if and $v.model.draft (ne $v.device "cpu") -}}
   {{- $_ := merge $options (dict
@@ -49,7 +52,7 @@ nccl-init-addr: dist-init-addr
   {{- $_ := merge $options (dict
     "speculative-dflash-block-size" $v.speculative.blockSize
     "speculative-draft-window-size" $v.speculative.draftWindowSize
-    "speculative-draft-kv-ratio" $v.speculative.draftKvRatio) -}}
+    "speculative-draft-kv-ratio" (float64 $v.speculative.draftKvRatio)) -}}
 {{- end -}}
 {{- if $v.apiKey.existingSecret -}}
   {{- $_ := set $options "api-key-file" "/etc/sglang-dflash/keys/api-key" -}}
