@@ -186,7 +186,7 @@ METRICS = (
     _metric(
         "prefix_lost_tokens_total",
         "counter",
-        "Tokens of cached prefixes that admitted requests had to compute again because their window in this pool was "
+        "Tokens that the full pool had cached and admitted requests computed again, as their window in this pool was "
         "gone.",
         _of_pools("prefix_lost_tokens_total"),
         "pool",

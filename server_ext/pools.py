@@ -98,8 +98,8 @@ class Pool:
         evicted_slots_total: Taken from the prefix cache because a request needed room.
         delayed_admissions_total: Requests that had to wait because this pool had no room for them; see `Tally`.
         window_freed_slots_total: Freed because they left a running request's window.
-        prefix_lost_tokens_total: Tokens of cached prefixes that had to be computed again because no window of this
-            pool's slots was left with them.
+        prefix_lost_tokens_total: Tokens that ``full`` had cached and that were computed again, because no window of
+            this pool's slots was left with them. A prefix that was evicted from ``full`` with its window is not seen.
         held_max_slots: The most that one decoding request holds of its own, outside the prefix cache.
         held_bound_slots: What that should stay within.
     """
@@ -310,12 +310,17 @@ def free_slots(stats: Any, name: PoolName) -> int:
 _STATS_PREFIX = {"full": "full", "swa": "swa", "draft": "swa", "mamba": "mamba"}
 
 
-def held_max(requests: Sequence[Any], page_size: int) -> int:
+def held_max(requests: Sequence[Any], page_size_tokens: int, block_size_tokens: int) -> int:
     """Return the most sliding-window slots that one of the requests holds outside the prefix cache.
 
-    A request counts from its second decode step on: the first one cannot evict yet, as the prefill may still run.
+    A request counts once it has decoded more than a block since its last prefill, so for two steps or more: the first
+    step cannot evict yet, as the prefill may still run.
     """
     from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_swa_tokens
 
-    decoding = (request.kv for request in requests if request.decode_batch_idx >= 2 and request.kv.holds_kv)
-    return max((kv_private_swa_tokens(kv, page_size) for kv in decoding), default=0)
+    decoding = (
+        request.kv
+        for request in requests
+        if request.kv.holds_kv and request.kv.kv_committed_len - (request.extend_end or 0) > block_size_tokens
+    )
+    return max((kv_private_swa_tokens(kv, page_size_tokens) for kv in decoding), default=0)

@@ -183,7 +183,7 @@ class Watch:
                 self._high_water[pool.name] = used
         held = self._look.held_max_slots if self._look is not None else 0
         if self._window_pool is not None and now - self._held_seconds >= _HELD_SECONDS:
-            held = pools.held_max(running_batch.reqs, scheduler.page_size)
+            held = pools.held_max(running_batch.reqs, scheduler.page_size, self._config.block_size_tokens or 1)
             self._held_seconds = now
         self._look = _Look(stats, held, len(running_batch.reqs), len(scheduler.waiting_queue))
         self._look_seconds = now

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from reference import MAX_NEAR_TIE_SHARE, Reference
 from scripted import Answer, Engine, EngineProcess, Engines, Script
 from server import Servers
+from server_ext.pools import held_bound
 from server_ext.tiny import corpus
 from server_ext.tiny.build import TinyPair, ensure
 
@@ -93,16 +94,16 @@ class Settings:
     def most_held(self, prompt_tokens: int) -> int:
         """The most SWA slots that a decoding request holds, however long it generates.
 
-        A step first evicts, if as many tokens as `interval` have left the window: whole pages, and what stays is the
-        window rounded up to pages. Then it allocates up to `reserve` tokens past the committed ones, in whole pages.
-        So either fewer than `interval` tokens behind the window or less than a page behind the rounded window is held
-        too, and less than a page beyond the reserve (`free_swa_out_of_window_slots` in SGLang's `mem_cache/common.py`,
-        `page_aligned_decode_alloc_lens` in `mem_cache/allocation_sizing.py`). Beside these, the request keeps the last
-        window of its prompt locked in the prefix cache until it ends.
+        Beside its own, the request keeps the last window of its prompt locked in the prefix cache until it ends.
         """
         window = -(-self.window // self.page) * self.page
-        own = window + max(self.interval, self.page) - 1 + self.reserve + self.page - 1
-        return own // self.page * self.page + min(prompt_tokens // self.page * self.page, window)
+        own = held_bound(
+            retained_slots=window,
+            page_size_tokens=self.page,
+            eviction_interval_tokens=self.interval,
+            reserve_tokens=self.reserve,
+        )
+        return own + min(prompt_tokens // self.page * self.page, window)
 
 
 def settings_of(engine: Engine) -> Settings:
