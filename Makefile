@@ -60,7 +60,11 @@ test-chart: install ## The tests of the Helm chart
 
 .PHONY: bench
 bench: install ## Measure speed on this machine
-	@exec $(BIN)/python -m tests.bench $(ARGS)
+	@exec $(BIN)/python -m tests.bench.speed $(ARGS)
+
+.PHONY: bench-capacity
+bench-capacity: install ## What a lower draft KV ratio gives the target, and what it costs; draws build/capacity.png
+	@exec $(BIN)/python -m tests.bench.capacity $(ARGS)
 
 .PHONY: lint
 lint: install ## Style, format and types

@@ -180,7 +180,8 @@ class EngineProcess:
     """An engine that runs scripts one after the other until it is closed.
 
     `pair` is the name of a tiny pair, or one already made; without `speculative` the draft stays out. `environment` is
-    laid over `STRICT_CHECKS`, `options` over the fields of SGLang's ``ServerArgs`` that are set here. Raises
+    laid over `STRICT_CHECKS`, `options` over the fields of SGLang's ``ServerArgs`` that are set here. With
+    `memory_budget_bytes` the pools share that much: it stands in for what a GPU has left after loading. Raises
     `EngineFailure` if the engine does not start.
     """
 
@@ -190,6 +191,7 @@ class EngineProcess:
         pair: str | TinyPair = "qwen3",
         environment: Mapping[str, str] | None = None,
         speculative: bool = True,
+        memory_budget_bytes: int | None = None,
         **options: Any,
     ) -> None:
         if isinstance(pair, str):
@@ -202,7 +204,8 @@ class EngineProcess:
         server_args |= {"max_total_tokens": 16384, "nccl_port": free_port(), **options}
         self._pipe, childs_end = multiprocessing.Pipe()
         self._process = _context().Process(
-            target=_child, args=(childs_end, server_args, STRICT_CHECKS | dict(environment or {}))
+            target=_child,
+            args=(childs_end, server_args, STRICT_CHECKS | dict(environment or {}), memory_budget_bytes),
         )
         self._process.start()
         childs_end.close()
@@ -293,9 +296,15 @@ def _context() -> Any:
     return context
 
 
-def _child(pipe: Connection, options: dict[str, Any], environment: dict[str, str]) -> None:
+def _child(
+    pipe: Connection, options: dict[str, Any], environment: dict[str, str], memory_budget_bytes: int | None
+) -> None:
     try:
         os.environ.update(_PROCESS | environment)
+        if memory_budget_bytes is not None:
+            from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+            KVCacheConfigurator._profile_available_bytes = lambda *_: memory_budget_bytes
         _serve(pipe, options)
     except EOFError:
         pass

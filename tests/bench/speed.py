@@ -1,6 +1,6 @@
 """``make bench``: decode speed of the CPU reference platform, measured on this machine.
 
-    python -m tests.bench [--pair qwen3] [--context 1000] [--tokens 512]
+    python -m tests.bench.speed [--pair qwen3] [--context 1000] [--tokens 512]
 
 Starts one server with DFLASH and one without, and prints their figures side by side.
 """
