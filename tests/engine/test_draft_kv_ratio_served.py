@@ -9,6 +9,9 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from server import Server, Servers
+from server_ext.planner.inputs import EngineOptions, Memory, Workload
+from server_ext.planner.plan import Plan, make_plan
+from server_ext.tiny.build import ensure
 from test_draft_kv_ratio import prompt
 
 TARGET_TOKENS = 65536
@@ -29,6 +32,21 @@ def generate(server: Server, prompt_ids: list[int], tokens: int) -> dict:
     return answer.json()
 
 
+def plan(page_size: int) -> Plan:
+    """Plan for the served pair, which needs no more than a fraction of this memory, and for requests of 860 tokens."""
+    pair = ensure("qwen3")
+    options = EngineOptions(
+        target=str(pair.target),
+        draft=str(pair.draft),
+        max_running_requests=1,
+        draft_window_size=pair.window_tokens,
+        page_size=page_size,
+        chunked_prefill_size=1024,
+        max_total_tokens=TARGET_TOKENS,
+    )
+    return make_plan(options, Memory(free_gib=8, weights_gib=0.1), Workload(760, 100, 8), pair.window_tokens)
+
+
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_line_figures_and_prefix_hit(servers: Servers, page_size: int) -> None:
     ratio = 0.25
@@ -46,6 +64,12 @@ def test_line_figures_and_prefix_hit(servers: Servers, page_size: int) -> None:
     assert tokens == draft_tokens
     assert prefixes == (tokens - cap) // 64
 
+    planned = plan(page_size)
+    assert planned.ratio == ratio, "what the planner recommends is what runs here"
+    assert planned.sizes.window is not None
+    assert (planned.sizes.target_tokens, planned.sizes.draft_tokens) == (TARGET_TOKENS, draft_tokens)
+    assert planned.sizes.window.request_cap_tokens == cap
+
     figures = metrics(server)
     assert figures["sglang:max_total_num_tokens"] == TARGET_TOKENS
     assert figures["sglang:max_total_num_tokens_swa"] == draft_tokens
@@ -59,6 +83,10 @@ def test_line_figures_and_prefix_hit(servers: Servers, page_size: int) -> None:
     assert cold["output_ids"] == warm["output_ids"]
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in (cold, warm)]
     assert steps[1] == pytest.approx(steps[0], abs=2)
+
+
+def test_the_planner_names_the_smallest_ratio_of_the_refusal() -> None:
+    assert plan(page_size=1).smallest_ratio == 0.167
 
 
 @pytest.mark.parametrize(
