@@ -1,4 +1,4 @@
 """Answers how large the pools get, and which ratio, window and number of requests to serve with, without a GPU.
 
-`engine` asks SGLang's own sizing code; the rest neither imports nor restates it.
+`runner`, `engine` and `weights` ask SGLang's own sizing code; the rest neither imports nor restates it.
 """

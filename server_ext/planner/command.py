@@ -110,25 +110,25 @@ def _options(args: argparse.Namespace, target: ModelFacts, draft: ModelFacts) ->
 
 
 def _memory(args: argparse.Namespace, options: EngineOptions, target: ModelFacts, draft: ModelFacts) -> Memory:
-    from server_ext.planner import engine
+    from server_ext.planner.weights import weights_gib
 
     gpu = GPUS.get(args.gpu)
     free_gib = gpu.free_gib(options.tensor_parallel_size) if gpu else args.gpu_memory_gib
     if args.weights_gib is not None:
         return Memory(free_gib, args.weights_gib)
     plain = dataclasses.replace(options, draft_kv_ratio=None, swa_full_tokens_ratio=None)
-    weights_gib = 0.0
+    total_gib = 0.0
     for option, model in (("--target", target), ("--draft", draft)):
         if not model.quantized:
-            weights_gib += engine.weights_gib(plain, target=model is target)
+            total_gib += weights_gib(plain, target=model is target)
         elif model.stored_bytes:
-            weights_gib += model.stored_bytes / options.tensor_parallel_size / _GIB
+            total_gib += model.stored_bytes / options.tensor_parallel_size / _GIB
         else:
             raise UserError(
                 f"{option} {model.folder}: its weights are quantized and not in the folder, so their size is unknown; "
                 "give --weights-gib, target and draft on one GPU"
             )
-    return Memory(free_gib, weights_gib)
+    return Memory(free_gib, total_gib)
 
 
 def _model(args: argparse.Namespace, role: str, scratch: Path) -> ModelFacts:

@@ -83,7 +83,8 @@ def _memory(plan: Plan) -> str:
     draft = f"{sizes.draft_tokens} slots, {sizes.draft_bytes_per_token / 1024:g} KiB each"
     rows.append(("draft KV", sizes.draft_pool_bytes / _GIB, draft))
     lines = [f"  {name:<24}{gib:7.1f}  {note}".rstrip() for name, gib, note in rows]
-    return f"GiB on each of {options.tensor_parallel_size} GPU\n" + "\n".join(lines)
+    gpus = "the GPU" if options.tensor_parallel_size == 1 else f"each of {options.tensor_parallel_size} GPUs"
+    return "\n".join([f"GiB on {gpus}", *lines])
 
 
 def _table(plan: Plan) -> str:
@@ -136,4 +137,6 @@ def _not_known(plan: Plan) -> Iterator[str]:
         f"Whether the GPU's attention backend takes pages of {plan.options.page_size}; a larger page rounds the pools "
         "down and the request cap up."
     )
+    if plan.sizes.state:
+        yield "How many states the prefix cache keeps of a request: one is counted, branches of it take more."
     yield "How many drafted tokens are accepted, and so the speed."

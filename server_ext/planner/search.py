@@ -13,8 +13,9 @@ from typing import Literal
 
 from server_ext.errors import UserError
 from server_ext.planner import engine
-from server_ext.planner.engine import Refused, Sizes
+from server_ext.planner.engine import Sizes
 from server_ext.planner.inputs import EngineOptions, Knob, Memory, Workload
+from server_ext.planner.runner import Refused
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from published import QWEN38_27B, QWEN38_27B_DFLASH2
 from server_ext import cli
 from server_ext.errors import UserError
 from server_ext.planner import engine, report
-from server_ext.planner.engine import Refused
 from server_ext.planner.inputs import EngineOptions, Memory, Workload
 from server_ext.planner.plan import Plan, make_plan
+from server_ext.planner.runner import Refused
 from server_ext.planner.search import Search
+from server_ext.planner.weights import weights_gib
 from server_ext.tiny.recipe import RECIPES, WINDOW_TOKENS
 from test_planner_sizes import server_options
 
@@ -296,7 +297,7 @@ def test_quantized_weights_need_their_size(
     (folder / "qwen3" / "target" / "model.safetensors").write_bytes(bytes(2**20))
     status, output, _ = run(capsys, monkeypatch, *given, "--json")
     assert status == 0
-    draft_gib = engine.weights_gib(options_of(folder, "qwen3"), target=False)
+    draft_gib = weights_gib(options_of(folder, "qwen3"), target=False)
     assert json.loads(output)["memory"]["weights_gib"] == pytest.approx(2**20 / 2**30 + draft_gib)
 
 

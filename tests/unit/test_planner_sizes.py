@@ -11,9 +11,11 @@ import pytest
 from pool_sizing import DFLASH, configurator, draft_configurator, write_model
 from published import QWEN38_27B, QWEN38_27B_DFLASH2
 from server_ext.planner import engine
-from server_ext.planner.engine import Refused, Sizes
+from server_ext.planner.engine import Sizes
 from server_ext.planner.inputs import GPUS, EngineOptions, Gpu, Memory
 from server_ext.planner.models import write_geometry
+from server_ext.planner.runner import Refused
+from server_ext.planner.weights import weights_gib
 from server_ext.tiny.recipe import RECIPES, WINDOW_TOKENS
 
 GIB = 2**30
@@ -32,8 +34,8 @@ def published(tmp_path: Path) -> EngineOptions:
 
 
 def published_memory(options: EngineOptions) -> Memory:
-    weights_gib = sum(engine.weights_gib(options, target=target) for target in (True, False))
-    return Memory(GPUS["H200"].free_gib(1), weights_gib)
+    pair_gib = sum(weights_gib(options, target=target) for target in (True, False))
+    return Memory(GPUS["H200"].free_gib(1), pair_gib)
 
 
 def full_attention(folder: Path, **options: Any) -> EngineOptions:
@@ -109,7 +111,7 @@ def test_request_caps(tmp_path: Path, page_size: int, running_requests: int, cap
 
 
 def test_weights_are_those_of_the_published_files(published: EngineOptions) -> None:
-    target_bytes, draft_bytes = (engine.weights_gib(published, target=target) * GIB for target in (True, False))
+    target_bytes, draft_bytes = (weights_gib(published, target=target) * GIB for target in (True, False))
 
     # Language model and vision tower; the published files have a multi-token-prediction layer besides.
     # A few of its vectors are float32.
@@ -126,7 +128,7 @@ def test_tensor_parallel_ranks_share_weights_and_rows(published: EngineOptions) 
     assert shared.target_bytes_per_token * 2 == alone.target_bytes_per_token
     assert shared.draft_bytes_per_token * 2 == alone.draft_bytes_per_token
     for target in (True, False):
-        whole, half = engine.weights_gib(published, target=target), engine.weights_gib(two, target=target)
+        whole, half = weights_gib(published, target=target), weights_gib(two, target=target)
         assert whole / 2 <= half < whole * 0.6
 
 
@@ -241,16 +243,16 @@ def test_the_budget_is_the_one_the_engine_measures(
 
     monkeypatch.setattr(kv_cache_configurator.gc, "collect", lambda: 0)  # slow, and nothing was loaded
     options = published if pair == "published" else tiny(pair, tmp_path / "tiny", max_running_requests=4)
-    for fraction, free_gib, weights_gib in itertools.product((0.6, 0.8, 0.95), (80.0, 139.3), (0.5, 20.25)):
+    for fraction, free_gib, pair_gib in itertools.product((0.6, 0.8, 0.95), (80.0, 139.3), (0.5, 20.25)):
         options = dataclasses.replace(options, mem_fraction_static=fraction)
-        left_gib = free_gib - weights_gib
+        left_gib = free_gib - pair_gib
         monkeypatch.setattr(
             kv_cache_configurator, "get_available_gpu_memory", lambda *_, left_gib=left_gib, **__: left_gib
         )
         kv = configurator(options.target, **server_options(options))
         with alone():
             measured_bytes = kv._profile_available_bytes(free_gib)
-        assert engine.size(options, Memory(free_gib, weights_gib)).kv_bytes == pytest.approx(measured_bytes, abs=64)
+        assert engine.size(options, Memory(free_gib, pair_gib)).kv_bytes == pytest.approx(measured_bytes, abs=64)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
