@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from server_ext.errors import UserError
 from server_ext.planner.inputs import EngineOptions
 from server_ext.planner.runner import configurator, engine_errors
 
@@ -12,7 +13,10 @@ _GIB = 2**30
 
 
 def weights_gib(options: EngineOptions, *, target: bool) -> float:
-    """Return what a rank's weights of the target or the draft take: SGLang's own model class, built without data."""
+    """Return what a rank's weights of the target or the draft take: SGLang's own model class, built without data.
+
+    Raises `UserError` when the class cannot be built that way.
+    """
     with engine_errors(options):
         import torch
         from sglang.srt.model_loader.utils import get_model_architecture
@@ -25,6 +29,12 @@ def weights_gib(options: EngineOptions, *, target: bool) -> float:
         try:
             with torch.device("meta"), get_parallel().override(**_stand_in_groups(options.tensor_parallel_size)):
                 model = model_class(config=model_config.hf_config)
+        except Exception as error:  # of any kind: these classes are written for loading
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"the weights of {model_config.model_path} cannot be counted with --tensor-parallel-size "
+                f"{options.tensor_parallel_size} ({reason}); if that is right, give --weights-gib"
+            ) from error
         finally:
             torch.set_default_dtype(torch.float32)
         return sum(weight.numel() * weight.element_size() for weight in model.parameters()) / _GIB

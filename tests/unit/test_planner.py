@@ -301,6 +301,15 @@ def test_quantized_weights_need_their_size(
     assert json.loads(output)["memory"]["weights_gib"] == pytest.approx(2**20 / 2**30 + draft_gib)
 
 
+def test_a_number_of_gpus_that_does_not_divide_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (*pair(folder, "qwen3"), "--gpu", "H100", "--concurrency", "4", "--tensor-parallel-size", "3")
+    said = complaint(capsys, monkeypatch, *given)
+    assert "/qwen3/target cannot be counted with --tensor-parallel-size 3 (" in said
+    assert "give --weights-gib" in said
+
+
 @pytest.mark.parametrize(
     "geometry", ["layers=16", "layers=16,kv-heads=4,head-dim=x", "layers=0,kv-heads=4,head-dim=2", "16,4,256"]
 )
