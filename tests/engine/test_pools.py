@@ -6,14 +6,18 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from scripted import Answer, Engine, EngineProcess, Script
+import scripted
+from scripted import Answer, Engine, EngineFailure, EngineProcess, Script
 from server import Servers
-from server_ext import metrics
+from server_ext import metrics, plugin
+from server_ext.hooks import Hook
+from server_ext.watch import EXPORT_SECONDS, Watch
 from test_draft_kv_ratio import BOUNDED, WITH_STATE, diary, prompt
 from test_eviction import without_the_two_calls
 
@@ -463,3 +467,50 @@ def held_over_time(engine: Engine, token_ids: list[int], tokens: int) -> Script[
         held.append(pool["held_max_slots"])
         yield
     return held, pool["held_bound_slots"]
+
+
+# -- a release that has renamed what a hook is on
+
+RENAMED = "sglang.srt.managers.scheduler.Scheduler.renamed_in_this_release"
+
+
+def child_of_another_release(*args: Any) -> None:
+    """Stand in for the child process of `EngineProcess`, with one hook whose target is not there."""
+    hooks = Watch.hooks
+
+    def with_a_renamed_target(watch: Watch) -> tuple[Hook, ...]:
+        return (*hooks(watch), Hook(RENAMED, print, "after"))
+
+    with mock.patch.object(Watch, "hooks", with_a_renamed_target):
+        scripted._child(*args)
+
+
+@pytest.fixture
+def another_release(servers: Servers) -> Iterator[None]:
+    servers.close()
+    with mock.patch.object(scripted, "_child", child_of_another_release):
+        yield
+
+
+def test_a_renamed_target_ends_the_start_with_its_name(another_release: None) -> None:
+    with pytest.raises(EngineFailure, match=f"hooks that did not take on this SGLang: {RENAMED}"):
+        EngineProcess()
+
+
+def answered(engine: Engine, token_ids: list[int]) -> Script[tuple[Answer, Samples, set[str]]]:
+    engine.submit("a", token_ids, 50)
+    yield from engine.until_idle()
+    time.sleep(2 * EXPORT_SECONDS)  # long enough for metrics to appear, if there were any
+    return engine.answers["a"], samples(), set(asked(engine))
+
+
+def test_with_best_effort_the_engine_serves_and_says_that_it_is_blind(another_release: None, tmp_path: Path) -> None:
+    environment = {plugin.BEST_EFFORT_VARIABLE: "1", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    with EngineProcess(enable_metrics=True, environment=environment) as engine:
+        answer, found, answers = engine.run(answered, prompt(0, 30))
+
+    assert len(answer.token_ids) == 50
+    assert {name: value for (name, _), value in found.items() if name.startswith(metrics.PREFIX)} == {
+        metrics.UP.name: 0
+    }
+    assert "snapshot" not in answers
