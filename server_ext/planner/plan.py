@@ -75,11 +75,8 @@ def _reason(search: Search, point: Point, sizes: Sizes, workload: Workload, smal
         if smallest is None:
             return f"No ratio below 1 holds {running}. At 1 {cached}."
         return f"A bounded pool saves nothing with requests of {workload.request_tokens} tokens: {cached}."
-    limit = {"target": "the target's pool", "state": "the state pool", "window": "the pool itself", "": ""}
-    return (
-        f"The smallest ratio that holds {running} and leaves it to {limit[point.limited_by]} to end the prefix cache: "
-        f"{cached}."
-    )
+    first = "state" if point.limited_by == "state" else "target's"
+    return f"The smallest ratio that holds {running} and lets the {first} pool end the prefix cache first: {cached}."
 
 
 def _about_the_window(window: int | None, draft_window: int | None) -> list[str]:

@@ -118,7 +118,7 @@ def _recommendation(plan: Plan) -> str:
     if window := plan.sizes.window:
         lines.append(
             f"Request cap {window.request_cap_tokens}; a cached request keeps {window.retained_tokens} slots. So does "
-            "a running one, beside the cap: the end of its prompt stays locked in the prefix cache. Headroom counts it."
+            "a running one, beside the cap: its prompt's end stays locked in the prefix cache. Headroom is the rest."
         )
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from server_ext.planner.weights import weights_gib
 from server_ext.tiny.recipe import RECIPES, WINDOW_TOKENS
 from test_planner_sizes import server_options
 
+README = Path(__file__).parents[2] / "README.md"
 WEIGHTS = ("--weights-gib", "0.001")
 MEMORY = Memory(free_gib=0.5, weights_gib=0.001)
 
@@ -368,6 +369,22 @@ def test_text_values_and_picture(
     assert found["sizes"]["window"]["tokens"] == draft_tokens
     assert (found["headroom_tokens"], found["cached_prefixes"]) == (headroom, cached)
     assert {point["ratio"] for point in found["points"]} >= {0.05, 0.25, 1.0, ratio}
+
+
+def test_the_readme_shows_what_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = re.split(r"^## ", README.read_text(), flags=re.MULTILINE)
+    (text,) = [part for part in section if part.startswith("Choose ratio and window\n")]
+    shown = "".join(f"{line[4:]}\n" for line in text.splitlines() if line.startswith("    ") or not line)
+    (command,) = re.findall(r"^sglang-dflash plan --target target --draft draft (.*)$", shown, re.MULTILINE)
+    example = shown[shown.index("GiB on the GPU") :].rstrip()
+
+    status, output, _ = run(capsys, monkeypatch, *pair(folder, "qwen3.8"), *command.split())
+    assert status == 0
+    assert output.startswith(example + "\n")
+    status, output, _ = run(capsys, monkeypatch, *pair(folder, "qwen3.8"), *command.split(), "--concurrency", "16")
+    assert "13 requests fit, 16 do not: the engine would run 13" in output
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--window", "0"]], ids=" ".join)
