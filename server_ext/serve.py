@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from server_ext import hooks, keys, openai_api, plugin
+from server_ext import exposition, hooks, keys, openai_api, plugin
 from server_ext.announce import ready_text
 from server_ext.checks import bound_socket, check_model
 from server_ext.drain import Drain, end_children, leave
@@ -248,6 +248,7 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
     http = "sglang.srt.entrypoints.http_server"
     return (
         *openai_api.HOOKS,
+        *exposition.HOOKS,
         *drain.hooks(),
         Hook(f"{http}._setup_and_run_http_server", serve_with_keys, "around"),
         Hook(f"{http}.app.build_middleware_stack", drain.guard, "after"),
