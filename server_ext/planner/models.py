@@ -27,15 +27,13 @@ _STAND_IN = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model folder and what the planner itself reads from it; `window` and `block_size` are a draft's, in tokens."""
+    """A model folder and what the planner itself reads from it; `window` is a sliding window in tokens."""
 
     folder: Path
     hidden_size: int
     vocab_size: int
     layers: int
-    layer_types: tuple[str, ...]
     window: int | None
-    block_size: int | None
     quantized: bool
     target_layers: int | None
 
@@ -62,23 +60,23 @@ def read_model(option: str, path: Path) -> ModelFacts:
 
 
 def _facts(option: str, file: Path, config: dict[str, Any]) -> ModelFacts:
-    text = config.get("text_config") or config
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     missing = [key for key in _NEEDED if key not in text]
     missing += [key for key in ("architectures", "model_type") if key not in config]
     if missing:
         raise UserError(f"{option} {file}: has no {', '.join(missing)}; take the model's own config.json")
-    for key in _NEEDED:
-        if not isinstance(text[key], int) or text[key] <= 0:
-            raise UserError(f"{option} {file}: {key} is {text[key]!r}; it must be a whole number greater than 0")
-    dflash = config.get("dflash_config") or {}
+    numbers = {key: text[key] for key in _NEEDED}
+    if text.get("sliding_window") is not None:
+        numbers["sliding_window"] = text["sliding_window"]
+    for key, value in numbers.items():
+        if not isinstance(value, int) or value <= 0:
+            raise UserError(f"{option} {file}: {key} is {value!r}; it must be a whole number greater than 0")
     return ModelFacts(
         folder=file.parent,
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         layers=text["num_hidden_layers"],
-        layer_types=tuple(text.get("layer_types") or ()),
         window=text.get("sliding_window"),
-        block_size=dflash.get("block_size", config.get("block_size")),
         quantized="quantization_config" in config or "quantization_config" in text,
         target_layers=config.get("num_target_layers"),
     )

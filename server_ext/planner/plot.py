@@ -22,7 +22,7 @@ def check(path: Path) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write the picture; its kind is the suffix of the name. Call `check` first."""
+    """Write the picture; its kind is the suffix of the name. Call `check` first. Raises `UserError` if it cannot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -50,4 +50,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_ylabel("tokens")
     axes.set_title(f"{plan.options.max_running_requests} running requests, window {plan.options.draft_window_size}")
     axes.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"--plot {path}: {error.strerror}") from error

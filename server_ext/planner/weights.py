@@ -25,6 +25,7 @@ def weights_gib(options: EngineOptions, *, target: bool) -> float:
         kv = configurator(options)
         model_config = kv.model_config if target else kv.spec_aux_config.draft_model_config
         model_class, _ = get_model_architecture(model_config)
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(model_config.dtype)
         try:
             with torch.device("meta"), get_parallel().override(**_stand_in_groups(options.tensor_parallel_size)):
@@ -36,7 +37,7 @@ def weights_gib(options: EngineOptions, *, target: bool) -> float:
                 f"{options.tensor_parallel_size} ({reason}); if that is right, give --weights-gib"
             ) from error
         finally:
-            torch.set_default_dtype(torch.float32)
+            torch.set_default_dtype(default_dtype)
         return sum(weight.numel() * weight.element_size() for weight in model.parameters()) / _GIB
 
 

@@ -254,6 +254,8 @@ def test_nonsense_gets_one_line(
         ("draft", {"num_target_layers": 9}, "num_target_layers is 9, and 4 for the target"),
         ("target", {"architectures": ["NobodysModel"]}, "NobodysModel"),
         ("draft", {"num_key_value_heads": "two"}, "num_key_value_heads"),
+        ("draft", {"sliding_window": "wide"}, "config.json: sliding_window is 'wide'; it must be a whole number"),
+        ("draft", {"layer_types": 2}, "layer_types"),
     ],
 )
 def test_a_wrong_config_gets_one_line(
@@ -336,6 +338,25 @@ def test_a_picture_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     given = (*pair(folder, "qwen3"), *WEIGHTS, "--gpu", "H100", "--concurrency", "4", "--plot", "plan.png")
     assert "--plot needs matplotlib: pip install 'sglang-dflash[plot]'" in complaint(capsys, monkeypatch, *given)
+
+
+def test_a_picture_that_cannot_be_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "plan.png").mkdir()
+    given = (
+        *pair(folder, "qwen3"),
+        *WEIGHTS,
+        "--gpu-memory-gib",
+        "0.5",
+        "--concurrency",
+        "4",
+        "--prompt-tokens",
+        "500",
+    )
+    status, _, errors = run(capsys, monkeypatch, *given, "--plot", str(folder / "plan.png"))
+    assert (status, errors.count("\n")) == (2, 1)
+    assert "plan.png: Is a directory" in errors
 
 
 def test_text_values_and_picture(
