@@ -21,10 +21,13 @@ _GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser."""
     pair = parser.add_argument_group("the pair")
-    for role, keys in (("target", "layers=N,kv-heads=N,head-dim=N"), ("draft", "…,window=N,block=N")):
+    for role, keys in (
+        ("target", "layers=N,kv-heads=N,head-dim=N"),
+        ("draft", "layers=N,kv-heads=N,head-dim=N,window=N,block=N"),
+    ):
         one = pair.add_mutually_exclusive_group(required=True)
         one.add_argument(f"--{role}", type=Path, metavar="DIR", help=f"folder with the {role}'s config.json")
-        one.add_argument(f"--{role}-geometry", metavar=keys, help="instead, its layers that keep KV")
+        one.add_argument(f"--{role}-geometry", metavar=keys, help="or the layers that keep KV; needs --weights-gib")
     pair.add_argument(
         "--weights-gib", type=float, metavar="GIB", help="target and draft weights on one GPU; counted without it"
     )
@@ -48,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("the engine")
     engine.add_argument("--ratio", type=float, metavar="R", help="look at this draft KV ratio instead of choosing one")
     engine.add_argument("--window", type=int, metavar="N", help="draft window (the draft's own sliding_window)")
-    engine.add_argument("--swa-full-tokens-ratio", type=float, metavar="R", help="same for a target's sliding layers")
+    engine.add_argument(
+        "--swa-full-tokens-ratio", type=float, metavar="R", help="the same for a target with sliding layers"
+    )
     engine.add_argument("--page-size", type=int, default=1, metavar="N", help="tokens of a page (1)")
     engine.add_argument(
         "--chunked-prefill-size", type=int, metavar="N", help="tokens of a chunk (SGLang's for the GPU)"
