@@ -4,6 +4,7 @@ The registry logs a hook that it cannot apply and goes on, and it ignores one wh
 engine that runs without its hooks looks healthy, so both are errors here.
 """
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,17 @@ class Hook:
     target: str
     function: Callable[..., Any]
     kind: Literal["before", "after", "around", "replace"]
+
+
+def unresolved(hooks: Sequence[Hook]) -> list[str]:
+    """Return the targets that the installed SGLang does not have."""
+    missing = []
+    for hook in hooks:
+        try:
+            pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError):
+            missing.append(hook.target)
+    return missing
 
 
 def apply(hooks: Sequence[Hook]) -> None:

@@ -281,8 +281,8 @@ def read_config(scheduler: Any) -> Config:
         sglang_version=__version__,
         patch_series=None if state is None else state.series_hash,
         speculative_algorithm=algorithm,
-        # An engine without the patch has no such option; its draft has a slot for each of the target's.
-        draft_kv_ratio=getattr(spec, "speculative_draft_kv_ratio", 1.0) if dflash else None,
+        # An engine without the patch has no such option.
+        draft_kv_ratio=getattr(spec, "speculative_draft_kv_ratio", None) if dflash else None,
         draft_window_tokens=spec.speculative_draft_window_size if dflash else None,
         block_size_tokens=None if algorithm is None else spec.speculative_num_draft_tokens,
         page_size_tokens=scheduler.page_size,

@@ -257,6 +257,17 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
     )
 
 
+def _check_pool_hooks() -> None:
+    """Report here in one line what would end the scheduler as it starts."""
+    from server_ext.watch import Watch
+
+    if missing := hooks.unresolved(Watch().hooks()):
+        raise UserError(
+            f"this SGLang does not have what the pool metrics hook into: {', '.join(missing)}; install the pinned "
+            "release, or serve without these metrics with --metrics-best-effort"
+        )
+
+
 def _add_routes() -> None:
     from sglang.srt.entrypoints.http_server import app
 
@@ -289,6 +300,8 @@ def run(arguments: Sequence[str]) -> int:
     if not plugin.loaded:
         raise UserError("the plugin sglang_dflash is not loaded; add it to SGLANG_PLUGINS or unset that variable")
     server_args = _engine_options(arguments, pair_arguments)
+    if not options.metrics_best_effort:
+        _check_pool_hooks()
     hooks.apply(_hooks(drain, server_keys, started))
     _add_routes()
     try:

@@ -89,7 +89,7 @@ class _Server:
         if not isinstance(answer, dict):
             raise UserError(f"{url}: answered {response.status_code} and no JSON object; is this the right server?")
         if response.status_code != 200:
-            raise UserError(f"{url}: answered {response.status_code}: {answer.get('detail', answer)}")
+            raise UserError(f"{url}: answered {response.status_code}: {answer.get('message', answer)}")
         return answer
 
 
@@ -104,9 +104,12 @@ def render(config: Answer, pools: Answer) -> RenderableType:
 
 def _headline(config: Answer, scheduler: Answer) -> Text:
     parts = [f"SGLang {config['sglang_version']}"]
-    if config["draft_kv_ratio"] is not None:
+    if config["speculative_algorithm"] is not None:
         parts.append(f"{config['speculative_algorithm']} block {config['block_size_tokens']}")
-        parts.append(f"window {config['draft_window_tokens']}, ratio {config['draft_kv_ratio']:g}")
+    if config["draft_window_tokens"] is not None:
+        parts.append(f"window {config['draft_window_tokens']}")
+    if config["draft_kv_ratio"] is not None:
+        parts.append(f"ratio {config['draft_kv_ratio']:g}")
     parts.append(f"page {config['page_size_tokens']}")
     parts.append(f"running {scheduler['running_requests']} of {config['max_running_requests']}")
     parts.append(f"waiting {scheduler['waiting_requests']}")

@@ -99,7 +99,7 @@ def shown(*pools: dict[str, Any], terminal: bool) -> str:
 def test_status_table() -> None:
     text = shown(pool("full", used=500), pool("draft", used=10, held=(60, 86)), terminal=False)
 
-    assert "SGLang 1.2.3 · DFLASH block 8 · window 64, ratio 0.25 · page 1 · running 5 of 8 · waiting 2" in text
+    assert "SGLang 1.2.3 · DFLASH block 8 · window 64 · ratio 0.25 · page 1 · running 5 of 8 · waiting 2" in text
     assert "accept length 5.50" in text
     rows = {line[:18].strip(): line[18:].split() for line in text.splitlines()[1:]}
     assert rows["slots"] == ["full", "draft"]

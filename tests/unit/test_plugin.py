@@ -35,3 +35,8 @@ def test_hook_without_its_target() -> None:
 def test_second_hook_on_an_applied_target() -> None:
     with pytest.raises(RuntimeError, match=r"already have hooks applied.*sglang\.version\.taken"):
         hooks.apply([Hook("sglang.version.taken", print, "before")])
+
+
+def test_targets_that_are_not_there() -> None:
+    there, renamed, moved = "sglang.version.__version__", "sglang.version.nothing", "sglang.nowhere.at.all"
+    assert hooks.unresolved([Hook(target, print, "after") for target in (there, renamed, moved)]) == [renamed, moved]

@@ -1,9 +1,12 @@
 """What the early checks know of SGLang's options is what SGLang's own parser knows."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
+from server import free_port
+from server_ext import serve
 from server_ext.options import engine_option_names
 from server_ext.serve import _early_parser
 
@@ -39,3 +42,10 @@ def test_options_checked_early_have_sglangs_defaults(engine_parser: argparse.Arg
     for action in shared:
         original = theirs[action.option_strings[0]]
         assert (action.option_strings, action.default) == (original.option_strings, original.default)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_of_ours_in_the_config_file(value: bool, tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text(f"pair: qwen3\nport: {free_port()}\nmetrics-best-effort: {str(value).lower()}\n")
+    assert serve._check(["--config", str(config)]).metrics_best_effort is value
