@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--ratio", type=float, metavar="R", help="look at this draft KV ratio instead of choosing one")
     engine.add_argument("--window", type=int, metavar="N", help="draft window (the draft's own sliding_window)")
     engine.add_argument(
-        "--swa-full-tokens-ratio", type=float, metavar="R", help="the same for a target with sliding layers"
+        "--swa-full-tokens-ratio", type=float, metavar="R", help="same for a target with sliding layers"
     )
     engine.add_argument("--page-size", type=int, default=1, metavar="N", help="tokens of a page (1)")
     engine.add_argument(
