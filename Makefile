@@ -58,6 +58,10 @@ accept: install ## Whether a server is sound: URL=http://host:30000, or it launc
 test-chart: install ## The tests of the Helm chart
 	@exec $(PYTEST) tests/chart $(ARGS)
 
+.PHONY: test-monitoring
+test-monitoring: install ## Dashboards and alerts
+	@exec $(PYTEST) tests/monitoring $(ARGS)
+
 .PHONY: bench
 bench: install ## Measure speed on this machine
 	@exec $(BIN)/python -m tests.bench.speed $(ARGS)
@@ -115,6 +119,10 @@ chart-docs: install ## Carry the descriptions of the chart's values.yaml to its 
 .PHONY: chart-golden
 chart-golden: install ## Render the chart's examples anew into tests/chart/golden
 	@exec $(BIN)/python tests/chart/golden.py
+
+.PHONY: dashboards
+dashboards: install ## Make the chart's dashboards and rules from monitoring/ and values.yaml
+	@exec $(BIN)/python -m monitoring
 
 .PHONY: clean
 clean: ## Remove .venv and caches of the tools; tiny pairs stay in the user's cache

@@ -4,6 +4,7 @@ python golden.py [--check]
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -13,8 +14,9 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def document(example: str) -> str:
-    """Return all templates of an example in one YAML text, notes last as a comment."""
-    parts = texts(EXAMPLES[example])
+    """Return all templates of an example in one YAML text, notes last as a comment; dashboards without their JSON."""
+    rendered = texts(EXAMPLES[example])
+    parts = {path: re.sub(r'(?m)^(  [a-z]+\.json): ".*"$', r'\1: "{}"', text) for path, text in rendered.items()}
     notes = "".join(parts.pop(path) for path in list(parts) if path.endswith("NOTES.txt"))
     body = "".join(f"---\n# {path}\n{text.strip()}\n" for path, text in parts.items())
     return body + "".join(f"# {line}".rstrip() + "\n" for line in notes.strip().splitlines())

@@ -198,6 +198,7 @@ OTHER: dict[str, Any] = {
     "monitoring.monitor.interval": "31s",
     "monitoring.monitor.scrapeTimeout": "11s",
     "monitoring.rules.create": "never",
+    **{f"monitoring.rules.alerts.{name}": {"for": "9m"} for name in VALUES["monitoring"]["rules"]["alerts"]},
     "extraObjects": [{"kind": "A"}],
 }
 # What has to change with a value, because a rule ties the two together. Alone it does not make the difference.
