@@ -9,6 +9,8 @@ drain-timeout-seconds: use drainTimeoutSeconds
 nnodes: use nodes
 node-rank: use nodes
 dist-init-addr: use nodes
+ssl-certfile: leave it out, since probes and the Service speak HTTP; use ingress.tlsSecret or a gateway
+ssl-keyfile: leave it out, since probes and the Service speak HTTP; use ingress.tlsSecret or a gateway
 api-key: put the key into a Secret and name it in apiKey.existingSecret
 api-key-file: use apiKey.existingSecret
 admin-api-key: put the key into a Secret and name it in adminApiKey.existingSecret
