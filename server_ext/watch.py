@@ -300,7 +300,8 @@ class Watch:
 def _lost_to_window(match: Any, tree_cache: Any) -> int:
     """Return the tokens that a match could have reused if only their window were still there.
 
-    On a target with states a match also ends at the last checkpoint; what lies beyond that is not the window's fault.
+    On a target with states a match needs a checkpoint where it ends, too. What ends at a node without one is not the
+    window's fault, unless the window is gone: the prefix cache then drops the checkpoint with it.
     """
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -308,11 +309,11 @@ def _lost_to_window(match: Any, tree_cache: Any) -> int:
     reusable = match.full_kv_hit_length
     if reusable > matched and tree_cache.supports_mamba():
         core = tree_cache.tree_core
+
+        def has(node: Any, component: ComponentType) -> bool:
+            return core.get_component_device_value(node.node_id, component) is not None
+
         (path,) = core.collect_path_info([match.last_visited_node_id])
-        checkpoints = (
-            node.path_end
-            for node in path
-            if core.get_component_device_value(node.node_id, ComponentType.MAMBA) is not None
-        )
-        reusable = max(checkpoints, default=0)
+        ends = (n.path_end for n in path if has(n, ComponentType.MAMBA) or not has(n, ComponentType.SWA))
+        reusable = max(ends, default=0)
     return max(0, int(reusable - matched))

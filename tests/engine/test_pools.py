@@ -336,6 +336,42 @@ def test_evictions_and_the_prefix_they_cost(engines: Engines) -> None:
     assert again[f"{metrics.PREFIX}prefix_lost_tokens_total", "draft"] == lost >= 64
 
 
+def shared_prefix(
+    engine: Engine, first: list[int], tail: list[int], others: list[list[int]]
+) -> Script[tuple[list[int], list[float]]]:
+    """A prompt; one that shares its first 100 tokens; others that crowd out its first windows; one that shares 128.
+
+    Returns how many tokens the full pool had and were computed again, and how many of these count as lost.
+    """
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    yield from engine.flush()
+    engine.submit("first", first, 8)
+    yield from engine.until_idle()
+    again, lost = [], []
+    for shared in (100, 128):
+        in_full_pool, _, _ = engine.scheduler.tree_cache.tree_core.match_full_device_prefix(
+            RadixKey(array("q", first[:shared]))
+        )
+        before = state(engine).samples
+        engine.submit(str(shared), first[:shared] + tail, 8)
+        yield from engine.until_idle()
+        again.append(in_full_pool - engine.answers[str(shared)].cached_tokens)
+        lost.append(differences(before, state(engine).samples)[f"{metrics.PREFIX}prefix_lost_tokens_total", "draft"])
+        for i, token_ids in enumerate(others):
+            engine.submit(f"{shared}-{i}", token_ids, 40)
+            yield from engine.until_idle()
+    return again, lost
+
+
+def test_a_missing_checkpoint_is_not_a_lost_window(engines: Engines) -> None:
+    others = [prompt(100 + i, 150) for i in range(25)]
+    again, lost = engines.get(DRAFT_WITH_STATE).run(shared_prefix, prompt(4, 300), prompt(5, 50), others)
+
+    assert again == [100 - 64, 128], "the first checkpoint; nothing, as the cache dropped it with its window"
+    assert lost == [0, 128]
+
+
 # -- admissions and retractions
 
 
