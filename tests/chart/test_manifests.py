@@ -143,6 +143,7 @@ def test_keys_come_by_reference_only() -> None:
     assert not {"api-key", "admin-api-key"} & options.keys()
     (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "keys"]
     (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "keys"]
+    assert volume["projected"]["defaultMode"] == 0o440, "any user id reads them through fsGroup"
     sources = [source["secret"] for source in volume["projected"]["sources"]]
     paths = {f"{mount['mountPath']}/{source['items'][0]['path']}": source["name"] for source in sources}
     assert paths == {options["api-key-file"]: "keys", options["admin-api-key-file"]: "keys"}
@@ -228,6 +229,21 @@ def test_a_pod_is_killed_only_after_the_drain() -> None:
 def test_one_gpu_is_enough_to_update() -> None:
     strategy = find(manifests({}), "Deployment")["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+
+
+def test_spare_gpus_avoid_the_gap() -> None:
+    rollout = {"maxSurge": "50%", "maxUnavailable": 0}
+    assert find(manifests({"rollout": rollout}), "Deployment")["spec"]["strategy"]["rollingUpdate"] == rollout
+    group = find(manifests(TWO_NODES | {"rollout": rollout}), "LeaderWorkerSet")["spec"]
+    assert group["rolloutStrategy"]["rollingUpdateConfiguration"] == rollout
+
+
+def test_a_claim_stays_when_told() -> None:
+    objects = manifests({"jitCache": {"persistent": True}})
+    assert find(objects, "PersistentVolumeClaim", "-models")["metadata"]["annotations"] == {
+        "helm.sh/resource-policy": "keep"
+    }
+    assert "annotations" not in find(objects, "PersistentVolumeClaim", "-cache")["metadata"]
 
 
 def test_only_the_api_is_published() -> None:

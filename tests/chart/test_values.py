@@ -14,8 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
+from manifest_schemas import mistakes
 from matrix import EVERYTHING, HPA, KEDA, TWO_NODES
-from rendering import EXAMPLES, VALIDATION, VALUES, at, merged, refusal, texts
+from rendering import EXAMPLES, VALIDATION, VALUES, at, engine_yaml, manifests, merged, refusal, texts
 from value_docs import CHART, described_schema, documented, documents, undocumented
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -280,6 +281,28 @@ def test_every_value_does_something(
         if None not in (before, after) and before != after:
             return
     pytest.fail(f"no difference: {change}")
+
+
+# YAML takes these for numbers, truth and nothing, unless a template puts them between quotes.
+LIKE_SOMETHING_ELSE = ("1e3", "true", "null", "0x1")
+
+
+@pytest.mark.parametrize("path", [path for path, value in DOCUMENTED.items() if isinstance(value.default, str)])
+def test_a_text_stays_a_text(path: str) -> None:
+    for text in LIKE_SOMETHING_ELSE:
+        change = at(path, text)
+        if not jsonschema.Draft7Validator(SCHEMA).is_valid(merged(VALUES, change)):
+            continue
+        for context in (EVERYTHING, READY_FOR_KEDA, CPU):
+            values = merged(context, change)
+            wrong = [line for item in manifests(values) for line in mistakes(item, "1.34")]
+            assert wrong == [], (text, wrong)
+            options = yaml.safe_load(engine_yaml(values))
+            assert all(isinstance(options[name], str) for name in TEXT_OPTIONS if name in options)
+
+
+TEXT_OPTIONS = ("model-path", "revision", "served-model-name", "speculative-draft-model-path", "pair")
+TEXT_OPTIONS += ("speculative-draft-model-revision",)
 
 
 def used_values(source: str) -> Iterator[str]:
