@@ -3,6 +3,7 @@
 They come through the clients of their package registries (uv, apt, go) once and stay in the user's cache.
 """
 
+import fcntl
 import functools
 import hashlib
 import io
@@ -90,18 +91,15 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder of the cache; `make` fills it the first time, and it is there whole or not at all."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sglang-dflash" / "test-tools"
     folder = root / name
-    if folder.is_dir():
-        return folder
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
-        made = Path(scratch) / "made"
-        made.mkdir()
-        make(made)
-        try:
-            made.rename(folder)
-        except OSError:  # another process was quicker
-            if not folder.is_dir():
-                raise
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes; the package clients would get in each other's way
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=root) as scratch:
+                made = Path(scratch) / "made"
+                made.mkdir()
+                make(made)
+                made.rename(folder)
     return folder
 
 
