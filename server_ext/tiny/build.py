@@ -96,7 +96,7 @@ def ensure(
         raise UserError(f"{folder} exists and is no tiny pair; remove it or choose another --output")
     if found is not None and not force:
         raise UserError(f"{folder} holds another build of a tiny pair; add --force to replace it")
-    with _scratch_beside(folder) as scratch, FileLock(folder.parent / f".{folder.name}.lock"):
+    with _scratch_beside(folder) as scratch, _one_at_a_time(folder):
         if not force and _stamp_in(folder) == stamp:
             progress(f"{name}: made by another process, {folder}")
             return pair
@@ -126,6 +126,18 @@ def _scratch_beside(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for others that make this pair, so that they need not be many."""
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    with lock:
+        try:
+            yield
+        finally:
+            # Who waits for the file that goes finds the pair; were it not there, two may make it, each on its own.
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _put(scratch: Path, folder: Path) -> None:

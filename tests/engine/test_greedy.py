@@ -34,7 +34,9 @@ def prompts(pair: TinyPair) -> list[list[int]]:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(pair.target)
     ids = [tokenizer(prompt)["input_ids"] for prompt in SAMPLE_PROMPTS]
     longest = max(ids, key=len)
-    many_windows = (longest * (20 * pair.window_tokens // len(longest) + 1))[: 20 * pair.window_tokens]
+    # Not whole pages and chunks: a state that stands at the last token of a prompt is never reused.
+    length = 20 * pair.window_tokens + 17
+    many_windows = (longest * (length // len(longest) + 1))[:length]
     return [*ids, many_windows]
 
 
