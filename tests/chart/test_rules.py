@@ -233,6 +233,22 @@ def test_what_a_value_sets_can_be_set_in_engine_config_too() -> None:
     assert not {"max_running_requests", "tensor-parallel-size"} & options.keys()
 
 
+def test_ranks_with_attention_of_their_own_share_the_requests() -> None:
+    """As in the engine's compute_swa_request_cap, which divides by `attn_dp_size`."""
+    parallel = {"tensorParallelSize": 2, "gpu": {"count": 2}}
+    options = {"chunked-prefill-size": 4096, "dp-size": 2, "enable-dp-attention": True}
+
+    def cap(requests: int) -> str:
+        return f"can hold {requests * (2048 + 128 * 8 + 1 + 2 * 8) + 2 * 4096 + 1}: "
+
+    limit = {"max-total-tokens": 20_000}
+    assert cap(4) in refusal({**parallel, "engineConfig": options | limit})
+    assert cap(1) in refusal({**parallel, "engineConfig": options | limit, "maxRunningRequests": 1})
+    assert cap(8) in refusal(
+        {**parallel, "engineConfig": options | limit | {"enable-dp-attention": False, "dp-size": 1}}
+    )
+
+
 def test_ratio_1_has_no_rules_of_its_own() -> None:
     texts({
         "speculative": {"draftKvRatio": 1, "draftWindowSize": None},

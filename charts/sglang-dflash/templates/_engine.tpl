@@ -83,7 +83,7 @@ default chunk size, which follows GPU memory; the page size of some backends; st
 {{- range .Values.extraEnv -}}
   {{- if eq .name "SGLANG_SWA_EVICTION_INTERVAL" }}{{ $interval = int .value }}{{ end -}}
 {{- end -}}
-{{- $block := int (get $options "speculative-dflash-block-size" | default 1) -}}
+{{- $block := int (get $options "speculative-dflash-block-size" | default (get $options "speculative-num-draft-tokens") | default 1) -}}
 {{- $page := int (get $options "page-size" | default 1) -}}
 {{- $window := int (get $options "speculative-draft-window-size") -}}
 {{- $window = mul (div (add $window $page -1) $page) $page -}}
@@ -91,6 +91,9 @@ default chunk size, which follows GPU memory; the page size of some backends; st
 {{- $overlap := not (get $options "disable-overlap-schedule") -}}
 {{- $perRequest := add $window (mul $interval $block) $page ($overlap | ternary (mul 2 $block) 0) -}}
 {{- $fixed := add (mul ($overlap | ternary 2 1) $chunk) $page -}}
-{{- $tokens := add (mul $perRequest (int (get $options "max-running-requests"))) $fixed -}}
+{{- /* With data-parallel attention each rank has pools of its own, and its share of the requests. */ -}}
+{{- $ranks := ternary (int (get $options "attn-dp-size" | default (get $options "dp-size") | default 1)) 1 (eq (toString (get $options "enable-dp-attention")) "true") -}}
+{{- $requests := max 1 (div (int (get $options "max-running-requests")) $ranks) -}}
+{{- $tokens := add (mul $perRequest $requests) $fixed -}}
 {{- dict "perRequest" $perRequest "fixed" $fixed "tokens" $tokens | toYaml -}}
 {{- end }}
