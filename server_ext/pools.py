@@ -34,7 +34,7 @@ class PoolConfig:
     Attributes:
         name: Which pool.
         size_slots: Slots that can be lent.
-        size_bytes: Memory of the pool on each device, padding included.
+        size_bytes: Memory of the pool on each device, padding included; None where SGLang does not count it by pool.
         window_tokens: The sliding window.
         request_cap_slots: What ``--max-running-requests`` requests and their prefill chunks can hold at once; None
             without chunked prefill, where no such limit exists.
@@ -45,7 +45,7 @@ class PoolConfig:
 
     name: PoolName
     size_slots: int
-    size_bytes: int
+    size_bytes: int | None
     window_tokens: int | None = None
     request_cap_slots: int | None = None
     headroom_slots: int | None = None
@@ -203,8 +203,9 @@ def window_pool_name(scheduler: Any) -> Literal["swa", "draft"] | None:
     return "swa" if getattr(scheduler.token_to_kv_pool_allocator, "draft_kv_pool", None) is None else "draft"
 
 
-def _pool_bytes(pool: Any) -> int:
-    return round(pool.mem_usage * GIB)  # SGLang divides by a power of two, so nothing is lost
+def _pool_bytes(pool: Any) -> int | None:
+    gib = getattr(pool, "mem_usage", None)
+    return None if gib is None else round(gib * GIB)  # SGLang divides by a power of two, so nothing is lost
 
 
 def _request_cap(retained_slots: int, scheduler: Any) -> int | None:
@@ -222,19 +223,22 @@ def _request_cap(retained_slots: int, scheduler: Any) -> int | None:
 
 def _window_pool_config(name: Literal["swa", "draft"], size_slots: int, scheduler: Any) -> PoolConfig:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.mem_cache.allocator.swa import is_swa_req_ring
     from sglang.srt.runtime_context import mamba_track_grid
 
     allocator, tree_cache, page_size = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache, scheduler.page_size
-    window = tree_cache.swa_retain_window
+    kv_pool = allocator.draft_kv_pool if name == "draft" else allocator.get_kvcache()
+    size_bytes, window = _pool_bytes(getattr(kv_pool, "swa_kv_pool", None)), tree_cache.swa_retain_window
+    if window is None or is_swa_req_ring(allocator):  # nothing is lent by the token there
+        return PoolConfig(name, size_slots, size_bytes)
     retained = -(-window // page_size) * page_size
     if tree_cache.supports_mamba():
         retained += mamba_track_grid(page_size)
     cap = _request_cap(retained, scheduler)
-    kv_pool = allocator.draft_kv_pool if name == "draft" else allocator.get_kvcache()
     return PoolConfig(
         name=name,
         size_slots=size_slots,
-        size_bytes=_pool_bytes(kv_pool.swa_kv_pool),
+        size_bytes=size_bytes,
         window_tokens=window,
         request_cap_slots=cap,
         headroom_slots=None if cap is None else size_slots - cap,
@@ -269,7 +273,8 @@ def read_config(scheduler: Any) -> Config:
     kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     pools = []
     if stats.full_capacity:  # a target with sliding layers alone has no such pool
-        pools.append(PoolConfig("full", stats.full_capacity, _pool_bytes(getattr(kv_pool, "full_kv_pool", kv_pool))))
+        full_kv_pool = getattr(kv_pool, "full_kv_pool", None if window_pool == "swa" else kv_pool)
+        pools.append(PoolConfig("full", stats.full_capacity, _pool_bytes(full_kv_pool)))
     if window_pool is not None:
         pools.append(_window_pool_config(window_pool, stats.swa_capacity, scheduler))
     if stats.is_hybrid_ssm:

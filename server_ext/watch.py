@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 from server_ext import pools
@@ -131,14 +131,14 @@ class Watch:
             delayed_admissions_total=None if name == "mamba" else self._delayed[name],
             window_freed_slots_total=self._window_freed if windowed else None,
             prefix_lost_tokens_total=self._prefix_lost if windowed else None,
-            held_max_slots=look.held_max_slots if windowed else None,
+            held_max_slots=look.held_max_slots if config.held_bound_slots is not None else None,
             held_bound_slots=config.held_bound_slots,
         )
 
     def _causes(self) -> Sequence[Cause]:
         """Return the pools that decoding allocates from, and what else has been a cause."""
-        expected: list[Cause] = [pool.name for pool in self._config.pools if pool.name != "mamba"]
-        return [*expected, *(cause for cause in list(self._retracted | self._aborted) if cause not in expected)]
+        expected = [pool.name for pool in self._config.pools if pool.name != "mamba"]
+        return [c for c in get_args(Cause) if c in expected or self._retracted[c] or self._aborted[c]]
 
     def _retractions(self, cause: Cause) -> Retractions:
         return Retractions(
@@ -161,18 +161,19 @@ class Watch:
         reporter = scheduler.metrics_reporter
         if reporter.current_scheduler_metrics_enabled:
             self._exporter = Exporter(reporter.metrics_collector.labels, self._config)
-            threading.Thread(target=self._export, name="sglang-dflash-metrics", daemon=True).start()
+            arguments = (self._exporter,)
+            threading.Thread(target=self._export, args=arguments, name="sglang-dflash-metrics", daemon=True).start()
 
-    def _export(self) -> None:
-        assert self._exporter is not None
+    def _export(self, exporter: Exporter) -> None:
         try:
             while True:
                 lengths = [self._accept_lengths.popleft() for _ in range(len(self._accept_lengths))]
-                self._exporter.write(self.snapshot(), lengths)
+                exporter.write(self.snapshot(), lengths)
                 time.sleep(EXPORT_SECONDS)
         except Exception:
             logger.exception("pool metrics have stopped")
-            self._exporter.down()
+            self._exporter = None
+            exporter.down()
 
     def _look_now(self, running_batch: Any) -> None:
         scheduler, now = self._scheduler, time.monotonic()
@@ -253,7 +254,7 @@ class Watch:
             self._prefix_lost += self._lost_prefix.pop(request, 0)
             self._waits.pop(request, None)
         elif verdict is AddReqResult.NO_TOKEN:
-            pool: PoolName = self._window_pool if refused and self._window_pool is not None else "full"
+            pool = self._window_pool if refused and self._window_pool is not None else self._config.pools[0].name
             waits = self._waits.setdefault(request, set())
             if pool not in waits:
                 waits.add(pool)

@@ -1,8 +1,11 @@
 """Metrics, ``/pools`` and ``status`` of a served pair: what a person, Prometheus and its tools get to see."""
 
+import contextlib
 import json
 import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -153,11 +156,15 @@ def test_bad_requests(server: Server, method: str, path: str, status: int) -> No
     assert "Traceback" not in answer.text and answer.json()
 
 
+COMMAND = (str(Path(sys.executable).parent / "sglang-dflash"), "status")
+
+
+def environment(key: str) -> dict[str, str]:
+    return os.environ | {"SGLANG_API_KEY": key, "COLUMNS": "100", "TERM": "xterm"}
+
+
 def status(*arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "sglang-dflash"), "status", *arguments]
-    environment = {"SGLANG_API_KEY": key, "PATH": "/usr/bin:/bin", "COLUMNS": "100"}
-    environment |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment(key), timeout=120)
 
 
 def test_status_prints_a_table_or_json(server: Server) -> None:
@@ -170,6 +177,23 @@ def test_status_prints_a_table_or_json(server: Server) -> None:
     answers = json.loads(as_json.stdout)
     assert answers["config"] == get(server, "/pools/config")
     assert [pool["size_slots"] for pool in answers["pools"]["schedulers"][0]["pools"]] == [65536, 16384]
+
+
+def test_status_refreshes_in_a_terminal_until_interrupted(server: Server) -> None:
+    terminal, inside = pty.openpty()
+    command = [*COMMAND, server.url, "--interval-seconds", "0.1"]
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment(KEY)) as process:
+        os.close(inside)
+        shown = b""
+        while shown.count(b"requests aborted") < 3:
+            shown += os.read(terminal, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(terminal, 65536):
+                pass
+    os.close(terminal)
+    assert process.returncode == 130
+    assert b"\x1b[32m" in shown, "green while there is room"
 
 
 def test_status_says_in_one_line_what_is_wrong(server: Server) -> None:
