@@ -65,7 +65,16 @@ def _server_options(options: EngineOptions) -> dict[str, Any]:
 
 
 def configurator(options: EngineOptions) -> Any:
-    """Return the target runner's `KVCacheConfigurator`, with the options published as a scheduler publishes them."""
+    """Return the target runner's `KVCacheConfigurator` for what a plan asks of the engine."""
+    return configurator_with(**_server_options(options))
+
+
+def configurator_with(**options: Any) -> Any:
+    """Return the target runner's `KVCacheConfigurator`, with `options` published as a scheduler publishes them.
+
+    Args:
+        options: fields of SGLang's ``ServerArgs``; ``model_path`` is a folder with a config.json.
+    """
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -79,7 +88,7 @@ def configurator(options: EngineOptions) -> Any:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     load_plugins()
-    server_args = ServerArgs(skip_tokenizer_init=True, **_server_options(options))
+    server_args = ServerArgs(skip_tokenizer_init=True, **options)
     server_args.resolve_once()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     model_config = ModelConfig.from_server_args(server_args)
@@ -89,7 +98,7 @@ def configurator(options: EngineOptions) -> Any:
         model=None,
         model_dtype=model_config.dtype,
         is_draft_worker=False,
-        is_dflash=True,
+        is_dflash=algorithm.is_dflash(),
         speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
     )
     return KVCacheConfigurator(

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from server_ext.planner.runner import configurator_with
+
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -81,53 +83,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
 
 def configurator(target: str, **options: Any) -> Any:
     """Return SGLang's `KVCacheConfigurator` of a target runner on the CPU, for a model folder and server options."""
-    import torch
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
-    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
-        resolve_spec_aux_hidden_state_config,
-    )
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import SpawnRanks, get_schedule, get_spec, publish
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    load_plugins()
-    server_args = ServerArgs(model_path=target, skip_tokenizer_init=True, **OPTIONS | options)
-    server_args.resolve_once()
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    model_config = ModelConfig.from_server_args(server_args)
-    algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
-    layer_info = resolve_layer_indices(model=SimpleNamespace(), model_config=model_config, is_draft_worker=False)
-    return KVCacheConfigurator(
-        device="cpu",
-        gpu_id=0,
-        attn_dp_size=1,
-        pp_size=1,
-        pp_group=None,
-        model=None,
-        model_config=model_config,
-        server_args=server_args,
-        kv_cache_dtype=torch.bfloat16,
-        model_dtype=torch.bfloat16,
-        page_size=get_schedule().page_size,
-        sliding_window_size=model_config.sliding_window_size if model_config.is_hybrid_swa else None,
-        spec_algorithm=algorithm,
-        is_draft_worker=False,
-        post_capture_kv_active=False,
-        spec_aux_config=resolve_spec_aux_hidden_state_config(
-            server_args=server_args, model_config=model_config, spec_algorithm=algorithm, is_draft_worker=False
-        ),
-        is_hybrid_swa=model_config.is_hybrid_swa,
-        is_hybrid_swa_compress=model_config.is_hybrid_swa_compress,
-        use_mla_backend=False,
-        layer_info=layer_info,
-        forward_stream=None,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=None,
-        memory_pool_config=None,
-    )
+    return configurator_with(model_path=target, **OPTIONS | options)
 
 
 def draft_configurator(target: Any) -> Any:
