@@ -308,3 +308,20 @@ def test_alerts_at_both_sides_of_their_thresholds(tmp_path: Path) -> None:
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "1m", "tests": tests}))
     promtool("test", "rules", file)
+
+
+def test_a_release_sees_its_own_servers_alone(tmp_path: Path) -> None:
+    """Another service is in trouble, and of its own Prometheus knows no server."""
+    file, tests = tmp_path / "rules.yaml", tmp_path / "tests.yaml"
+    file.write_text(rules_text({"groups": [{"name": "rendered", "rules": list(rendered({}).values())}]}))
+    trouble = {"up": "1x30", "sglang_dflash_up": "0x30", 'sglang_dflash_pool_cacheable_prefixes{pool="draft"}': "0x30"}
+    others = [_series(metric, values) for metric, values in trouble.items()]
+    for series in others:
+        series["series"] = series["series"].replace(TARGET["service"], "another")
+    labels = f'namespace="{NAMESPACE}",service="{TARGET["service"]}",severity="critical"'
+    missing = f'ALERTS{{alertname="SGLangScrapeMissing",alertstate="firing",{labels}}}'
+    question = {"expr": 'ALERTS{alertstate="firing"}', "eval_time": "20m"}
+    question |= {"exp_samples": [{"labels": missing, "value": 1}]}
+    test = {"interval": "1m", "input_series": others, "promql_expr_test": [question]}
+    tests.write_text(yaml.safe_dump({"rule_files": [str(file)], "evaluation_interval": "1m", "tests": [test]}))
+    promtool("test", "rules", tests)

@@ -4,8 +4,11 @@ import json
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union
 
 import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -44,13 +47,52 @@ def test_a_stale_file_is_told(tmp_path: Path) -> None:
     ]
 
 
+def mistyped(value: Any, hint: Any, place: str) -> Iterator[str]:
+    """Yield where a model of Grafana's SDK holds something else than its annotations say."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Union and len(arguments) == 2 and arguments[1] is type(None):
+        if value is not None:
+            yield from mistyped(value, arguments[0], place)
+    elif origin is Union:
+        if all(list(mistyped(value, argument, place)) for argument in arguments):
+            yield f"{place}: {value!r} is no {hint}"
+    elif origin is Literal or isinstance(hint, EnumType):
+        if value not in (arguments or [member.value for member in hint]):
+            yield f"{place}: {value!r} is no {hint}"
+    elif origin is list and isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from mistyped(item, arguments[0], f"{place}[{i}]")
+    elif origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            yield from mistyped(item, arguments[1], f"{place}.{key}")
+    elif not isinstance(value, (int, float) if hint is float else origin or hint):
+        yield f"{place}: {value!r} is no {hint}"
+    elif hasattr(value, "to_json"):
+        for name, annotation in typing.get_type_hints(type(value)).items():
+            yield from mistyped(getattr(value, name), annotation, f"{place}.{name}")
+
+
+def test_a_wrong_type_is_seen() -> None:
+    board = json.loads(json.dumps(BOARDS["pools"]))
+    board["panels"][1]["gridPos"]["w"] = "6"
+    board["panels"][1]["targets"][0]["range"] = "yes"
+    register_default_plugins()
+    found = list(mistyped(models.Dashboard.from_json(board), models.Dashboard, "pools"))
+    assert len(found) == 1 and found[0].startswith("pools.panels[1]: ")
+
+
 @pytest.mark.parametrize("name", BOARDS)
 def test_grafanas_types_read_it_whole(name: str) -> None:
     """Grafana 11.6's own schema, as its SDK has it: reading and writing again loses and changes nothing."""
     register_default_plugins()
     model = models.Dashboard.from_json(BOARDS[name])
     assert json.loads(json.dumps(model, cls=JSONEncoder)) == BOARDS[name]
+    assert list(mistyped(model, models.Dashboard, name)) == []
     assert model.schema_version == 41
+    for panel in model.panels or []:
+        if isinstance(panel, models.Panel):
+            assert type(panel.options).__module__.endswith((".timeseries", ".stat"))
+            assert {type(target).__module__.rpartition(".")[2] for target in panel.targets or []} == {"prometheus"}
 
 
 @pytest.mark.parametrize("name", BOARDS)
