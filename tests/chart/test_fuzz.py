@@ -76,14 +76,17 @@ def allowed_kind(kind: str, node: dict[str, Any]) -> st.SearchStrategy[Any]:
     if kind == "integer":
         return st.integers(least, most)
     if kind == "number":
-        bounds = {"min_value": node["exclusiveMinimum"], "exclude_min": True, "exclude_max": most is None}
-        return st.floats(max_value=most or node["exclusiveMaximum"], **bounds)
+        low, high = node.get("exclusiveMinimum", least), node.get("exclusiveMaximum", most)
+        return st.floats(low, high, exclude_min=least is None, exclude_max=most is None)
     if kind == "string":
         pattern = node.get("pattern")
         return st.text() if pattern is None else from_pattern(pattern)
     if kind == "array":
         items = allowed(node["items"])
         return st.lists(items, min_size=node.get("minItems", 0), max_size=node.get("maxItems", 4), unique_by=repr)
+    if kind == "object" and "properties" in node:
+        optional = {name: allowed(child) for name, child in node["properties"].items()}
+        return st.fixed_dictionaries({}, optional=optional)
     if kind == "object":
         ((names, child),) = node["patternProperties"].items()
         return st.dictionaries(from_pattern(names), allowed(child), max_size=3)

@@ -5,6 +5,7 @@ speculative-draft-model: speculative-draft-model-path
 tensor-parallel-size: tp-size
 pipeline-parallel-size: pp-size
 data-parallel-size: dp-size
+attention-data-parallel-size: attn-dp-size
 decode-context-parallel-size: dcp-size
 enable-hicache: enable-hierarchical-cache
 nccl-init-addr: dist-init-addr
