@@ -1,6 +1,6 @@
 """``make bench-capacity``: what a lower draft KV ratio gives the target, and what it costs.
 
-    python -m tests.bench.capacity [--rounds 7] [--plot build/capacity.png]
+    python -m tests.bench.capacity [--rounds 15] [--plot build/capacity.png]
 
 Starts an engine for each ratio on the same memory budget and compares the target's tokens with what the budget allows.
 Then ratio 1 and ratio 0.25 decode the same prompts in turn, timed by the processor time of their one thread: what else
@@ -61,7 +61,7 @@ def _bytes_of(pool: object) -> int:
 
 
 def decode(engine: Engine, prompts: list[list[int]]) -> Script[tuple[float, float]]:
-    """Return processor seconds per verify step of all prompts at once, and tokens per step; prompts are prefilled before."""
+    """Return processor seconds per verify step of all prompts at once, already prefilled, and tokens per step."""
     for tokens in (1, NEW_TOKENS):
         for i, prompt in enumerate(prompts):
             engine.submit(f"{tokens}-{i}", prompt, tokens)
@@ -77,7 +77,7 @@ def decode(engine: Engine, prompts: list[list[int]]) -> Script[tuple[float, floa
 def main() -> int:
     """Measure, print a table and draw a picture; exit status 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="make bench-capacity ARGS=", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="how often the two ratios decode in turn")
+    parser.add_argument("--rounds", type=int, default=15, help="how often the two ratios decode in turn")
     parser.add_argument("--plot", type=Path, default=Path("build/capacity.png"))
     args = parser.parse_args()
 
@@ -150,6 +150,7 @@ def plot(path: Path, sizes: dict[float, Pools], speeds: list[float]) -> None:
     right.axhline(1, color="grey", linewidth=1)
     right.plot(range(1, len(speeds) + 1), speeds, "o-")
     right.set(xlabel="round", ylabel=f"speed at {RATIOS[-1]:g} / speed at 1", title="Decode speed", ylim=(0, None))
+    right.xaxis.get_major_locator().set_params(integer=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
