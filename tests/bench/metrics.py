@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from scripted import STRICT_CHECKS, Engine, EngineProcess, Script
 
 MOST_TIME_RATIO, MOST_STEP_RATIO = 1.01, 2.0
 REQUESTS, CONTEXT_TOKENS, BLOCK_TOKENS, WARM_STEPS = 4, 200, 8, 60
-SCRAPE_SECONDS = 0.1
+SCRAPE_SECONDS, LOOKS = 0.1, 2000
 CONTEXT_LENGTH = 16384  # of the tiny pairs
 
 
@@ -39,10 +39,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Side:
-    """The two sides of the same blocks, a list of steps for each block."""
+    """The two sides of the same blocks, a list of steps for each block, and what one look at the pools takes."""
 
     on: list[list[Step]]
     off: list[list[Step]]
+    look_seconds: float = 0.0
 
     def ratio(self, seconds: Callable[[Step], float]) -> float:
         """Return the median over blocks of the ratio of their median steps."""
@@ -101,8 +102,10 @@ def decode(engine: Engine, blocks: int, steps: int, scrapes: str | None) -> Scri
     for _ in range(WARM_STEPS):
         yield
     side = Side([], [])
-    for _ in range(blocks):
-        for on, taken in ((True, side.on), (False, side.off)):
+    both = [(True, side.on), (False, side.off)]
+    for i in range(blocks):
+        # Steps take longer as requests grow, so each side goes first as often as the other.
+        for on, taken in both if i % 2 == 0 else both[::-1]:
             if scrapes is None:
                 hooks.set(on)
                 taken.append((yield from _timed(steps)))
@@ -111,6 +114,10 @@ def decode(engine: Engine, blocks: int, steps: int, scrapes: str | None) -> Scri
                 taken.append((yield from _timed(steps)))
     assert len(engine.running()) == REQUESTS, "the requests ended before the benchmark did"
     hooks.set(True)
+    started = time.thread_time()
+    for _ in range(LOOKS):
+        hooks.watch._look_now(engine.scheduler.running_batch)
+    side = replace(side, look_seconds=(time.thread_time() - started) / LOOKS)
     for i in range(REQUESTS):
         engine.abort(str(i))
     yield from engine.until_idle()
@@ -183,6 +190,8 @@ def main() -> int:
         f"{REQUESTS} requests, {args.blocks} blocks of {args.steps} steps a side, median step {median * 1e3:.2f} ms\n"
     )
     print(f"step time with hooks to without   {thread_ratio:.3f} of the thread, {wall_ratio:.3f} of the clock")
+    share = hooked.look_seconds / statistics.median(step.thread_seconds for block in hooked.off for step in block)
+    print(f"a look at the pools               {hooked.look_seconds * 1e6:.0f} us, {share:.2%} of a step of the thread")
     for name, blocks in (("while scraped", scraped.on), ("not scraped", scraped.off)):
         steps = [step.wall_seconds for block in blocks for step in block]
         middle = statistics.median(steps)
