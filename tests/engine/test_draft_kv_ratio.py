@@ -1,12 +1,14 @@
 """The DFLASH draft's KV in a bounded pool, on the real scheduler with strict memory checks."""
 
+import contextlib
 import functools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -298,6 +300,53 @@ def test_a_write_through_the_targets_slot_is_caught(engines: Engines, fused: boo
         rows = engine.run(written_rows, fused, True)
 
     assert rows_differ(rows[:2], expected[:2]) == [True] * 2
+
+
+NEVER_WRITTEN = 77.0
+
+
+def stray_rows(engine: Engine, mutant: str | None) -> Script[int]:
+    """How many rows of the draft's pool two requests change that were never lent to a request."""
+    worker, pool, draft_slots = engine.draft_worker, engine.draft_pool, engine.allocator.swa_attn_allocator
+    yield from engine.flush()
+    draft_slots.free_pages = draft_slots.free_pages.flip(0)
+    lent = {0}  # where padding goes
+
+    def noting(alloc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            slots = alloc(*args, **kwargs)
+            lent.update(slots.tolist())
+            return slots
+
+        return noted
+
+    with contextlib.ExitStack() as stack:
+        for name in ("alloc", "alloc_extend", "alloc_decode"):
+            stack.enter_context(mock.patch.object(draft_slots, name, noting(getattr(draft_slots, name))))
+        if mutant == "context":
+            untranslated = lambda plan: plan.write_ids(worker.draft_model_runner.kv_index_translator)  # noqa: E731
+            stack.enter_context(mock.patch.object(worker, "_draft_write_ids", untranslated))
+        elif mutant == "block":
+            stack.enter_context(mock.patch.object(pool, "translate_loc_from_full_to_swa", lambda slots: slots))
+        buffers = (*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer)
+        for buffer in buffers:
+            buffer.fill_(NEVER_WRITTEN)
+        engine.submit("a", prompt(1, 300), 100)
+        engine.submit("b", prompt(2, 130), 100)
+        yield from engine.until_idle()
+    changed = torch.stack([(buffer != NEVER_WRITTEN).flatten(1).any(dim=1) for buffer in buffers]).any(dim=0)
+    return len(set(changed.nonzero()[:, 0].tolist()) - lent)
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_nothing_is_written_outside_the_slots_of_requests(engines: Engines, flow: dict[str, Any]) -> None:
+    """The draft's own blocks, which are written before they are known to be right, included."""
+    assert engines.get(**BOUNDED | flow).run(stray_rows, None) == 0
+
+
+@pytest.mark.parametrize("mutant", ["context", "block"])
+def test_writes_outside_the_slots_of_requests_are_caught(engines: Engines, mutant: str) -> None:
+    assert engines.get(**BOUNDED).run(stray_rows, mutant) > 0
 
 
 # -- greedy text and accept length
