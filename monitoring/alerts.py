@@ -57,8 +57,8 @@ def _gauge(metric: str, *matchers: str) -> str:
     return f"max {RANKS} ({metric}{{{','.join((ANY_TARGET, *matchers))}}})"
 
 
-def _of_counter(function: str, metric: str, window: str) -> str:
-    return f"max {RANKS} ({function}({metric}{{{ANY_TARGET}}}[{window}]))"
+def _of_counter(function: str, metric: str, window: str, *matchers: str) -> str:
+    return f"max {RANKS} ({function}({metric}{{{','.join((ANY_TARGET, *matchers))}}}[{window}]))"
 
 
 def _accept_length_name(windows: Windows) -> str:
@@ -78,7 +78,7 @@ def alerts(windows: Windows) -> tuple[Alert, ...]:
     running = _gauge("sglang:num_running_reqs", 'priority=""')
     waiting = _gauge("sglang:num_queue_reqs", 'priority=""')
     tokens = _of_counter("rate", "sglang:realtime_tokens_total", windows.rate)
-    prompt_tokens = _of_counter("rate", "sglang:prefill_effective_tokens_total", windows.events)
+    prompt_tokens = _of_counter("rate", "sglang:realtime_tokens_total", windows.events, 'mode=~"prefill_.+"')
     lost = _of_counter("rate", "sglang_dflash_prefix_lost_tokens_total", windows.events)
     accept_length = _accept_length_name(windows) + f"{{{ANY_TARGET}}}"
     past = f"{_accept_length_name(windows)}{{{ANY_TARGET}}}[{windows.past}] offset {windows.past_ends}"

@@ -7,6 +7,7 @@ from monitoring.promql import ENGINE, RANKS, each, rate, share, total
 
 _POOL = 'pool=~"$pool"'
 _LEGEND = "{{pod}} {{pool}}"
+_PREFILL = 'mode=~"prefill_.+"'
 _NO_POOL = "no such pool"
 _NO_WINDOW = "no window pool"
 _NO_LOSS = "no window pool, or no traffic"
@@ -149,10 +150,10 @@ def _costs() -> list[AnyPanel]:
         ),
         graph(
             "Prefix lost with its window",
-            Query(share(lost, total(rate("sglang:prefill_effective_tokens_total"))), "share of prompt tokens"),
+            Query(share(lost, total(rate("sglang:realtime_tokens_total", _PREFILL))), "share of prompt tokens"),
             unit="percentunit",
-            means="Share of prompt tokens that `full` still had and that were computed again, since the window pool "
-            "had dropped their window.",
+            means="Share of prompt tokens, those of retracted requests included, that `full` still had and that were "
+            "computed again, since the window pool had dropped their window.",
             do=_MORE_ROOM,
             none=_NO_LOSS,
         ),
@@ -178,7 +179,8 @@ def _requests() -> list[AnyPanel]:
             Query(total(rate("sglang_dflash_window_freed_slots_total", _POOL), "pool"), "{{pool}}"),
             unit="cps",
             means="Slots freed because they left a running request's window.",
-            do="0 while long answers are generated: eviction does not work.",
+            do="Far below the tokens generated (Overview) while answers are longer than the window: eviction does not "
+            "work.",
             none=_NO_WINDOW,
         ),
         tile(

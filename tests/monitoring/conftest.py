@@ -1,6 +1,0 @@
-"""Fixtures of the monitoring tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
