@@ -27,7 +27,7 @@ def load() -> None:
 def _apply_hooks() -> None:
     from sglang.srt.platforms import current_platform
 
-    from server_ext import children, hooks
+    from server_ext import children, hooks, refusal
     from server_ext.cpu.platform import CpuReferencePlatform
 
     hooks.apply(children.HOOKS)
@@ -37,6 +37,7 @@ def _apply_hooks() -> None:
         hooks.apply(substitutes.HOOKS)
     # In the scheduler's process, where this is called from that module; others would only pay for the import.
     if "sglang.srt.managers.scheduler" in sys.modules:
+        hooks.apply(refusal.WORKER_HOOKS)
         _watch_pools()
 
 

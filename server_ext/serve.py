@@ -5,25 +5,20 @@ before it is imported, which takes many seconds.
 """
 
 import argparse
-import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from server_ext import exposition, hooks, keys, openai_api, plugin
+from server_ext import exposition, hooks, keys, openai_api, plugin, refusal
 from server_ext.announce import ready_text
 from server_ext.checks import bound_socket, check_model
 from server_ext.drain import Drain, end_children, leave
 from server_ext.errors import UserError
 from server_ext.hooks import Hook
 from server_ext.options import check_arguments, engine_option_names, read_config
-
-logger = logging.getLogger(__name__)
-
-PROGRAM = "sglang-dflash serve"
+from server_ext.refusal import PROGRAM
 
 # Ways to run SGLang in which another server than its HTTP process answers, or several of them do: keys, drain and
 # error bodies would silently not apply there.
@@ -174,13 +169,6 @@ def _pair_arguments(name: str) -> list[str]:
     ]
 
 
-def _refused(error: Exception) -> UserError:
-    """Return what SGLang raised about its options as one line; at log level debug the stack trace is logged too."""
-    logger.debug("SGLang refused the options", exc_info=error)
-    lines = str(error).strip().splitlines() or [repr(error)]
-    return UserError(f"SGLang refuses these options: {lines[0]}")
-
-
 def _full_parser() -> argparse.ArgumentParser:
     from sglang.srt.server_args import ServerArgs
 
@@ -205,7 +193,7 @@ def _engine_options(arguments: Sequence[str], pair_arguments: Sequence[str]) -> 
     except UserError:
         raise
     except Exception as error:
-        raise _refused(error) from error
+        raise refusal.refused(error) from error
     resolved = resolving_view(server_args)
     modes = [name for name, value in _UNSUPPORTED_MODES.items() if getattr(resolved, name) != value]
     options = [f"--{name.replace('_', '-')}" for name in modes] + ["SGLANG_RUST_SERVER"] * envs.SGLANG_RUST_SERVER.get()
@@ -241,8 +229,8 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
         try:
             sockets = sockets or [bound_socket(server.config.host, server.config.port)]
         except UserError as error:
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-            leave(2)
+            refusal.report(error)
+            leave(refusal.EXIT_STATUS)
         return serve(server, sockets)
 
     http = "sglang.srt.entrypoints.http_server"
@@ -250,6 +238,7 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
         *openai_api.HOOKS,
         *exposition.HOOKS,
         *drain.hooks(),
+        *refusal.LAUNCHER_HOOKS,
         Hook(f"{http}._setup_and_run_http_server", serve_with_keys, "around"),
         Hook(f"{http}.app.build_middleware_stack", drain.guard, "after"),
         Hook(f"{http}._wait_and_warmup", announce, "after"),
@@ -309,7 +298,7 @@ def run(arguments: Sequence[str]) -> int:
     except (AssertionError, ValueError) as error:
         if drain.serving:
             raise
-        raise _refused(error) from error
+        raise refusal.refused(error) from error
     finally:
         end_children()
     return 0
