@@ -48,7 +48,7 @@ def _serving() -> list[AnyPanel]:
             unit="short",
             means="Alerts of the chart's rules that fire in these namespaces now.",
             do="Each has a section in the runbook, which its annotation `runbook_url` names.",
-            alarm=1,
+            colors={None: "green", 1: "red"},
         ),
         tile(
             "Failed responses",
@@ -60,8 +60,7 @@ def _serving() -> list[AnyPanel]:
             means="Share of API responses with a status of 500 or more.",
             do="503 while a pod stops is its drain. Other failures are in the engine's log; requests that ended for "
             "lack of memory are on the dashboard Pools.",
-            warn=0.001,
-            alarm=0.01,
+            colors={None: "green", 0.001: "yellow", 0.01: "red"},
         ),
         tile(
             "First token in time",
@@ -70,8 +69,7 @@ def _serving() -> list[AnyPanel]:
             means="Share of requests whose first token came within $slo_first_token s (variable of this dashboard).",
             do="If it falls while requests wait, add replicas or raise `maxRunningRequests`; if nothing waits, prompts "
             "are long: look at the prefix hits below.",
-            warn=0.99,
-            alarm=0.95,
+            colors={None: "red", 0.95: "yellow", 0.99: "green"},
         ),
         tile(
             "Tokens in time",
@@ -80,8 +78,7 @@ def _serving() -> list[AnyPanel]:
             means="Share of tokens that came within $slo_token s of the one before (variable of this dashboard).",
             do="If it falls, look at the accept length (Speculation) and at the running requests: each step takes "
             "longer for a larger batch, so lower `maxRunningRequests` or add replicas.",
-            warn=0.99,
-            alarm=0.95,
+            colors={None: "red", 0.95: "yellow", 0.99: "green"},
         ),
         tile(
             "Plugin",
@@ -90,8 +87,7 @@ def _serving() -> list[AnyPanel]:
             means="On while the pool metrics are written in every selected server.",
             do="If it is off, the pool panels are empty: the log says which hook does not fit the installed SGLang.",
             none="no metrics",
-            warn=1,
-            alarm=0,
+            colors={None: "red", 1: "green"},
         ),
     ]
 

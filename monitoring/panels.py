@@ -95,22 +95,23 @@ def tile(
     do: str,
     width: int = 4,
     none: str = NO_TRAFFIC,
-    warn: float | None = None,
-    alarm: float | None = None,
+    colors: Mapping[float | None, str] | None = None,
     text: common.BigValueTextMode = common.BigValueTextMode.AUTO,
     decimals: int | None = None,
 ) -> stat.Panel:
-    """Return a panel with the latest value in large, yellow from `warn` on and red from `alarm` on.
+    """Return a panel with the latest value in large.
 
-    If `alarm` is below `warn`, low values are the bad ones. The other arguments are those of `graph`.
+    With `colors` it has the color of the highest bound that it reaches; the first bound is None, for all below. `text`
+    chooses between value and legend. The other arguments are those of `graph`.
     """
+    steps = [models.Threshold(value=bound, color=color) for bound, color in (colors or {None: "text"}).items()]
     panel = (
         stat.Panel()
         .graph_mode(common.BigValueGraphMode.NONE)
-        .color_mode(common.BigValueColorMode.VALUE if alarm is not None else common.BigValueColorMode.NONE)
+        .color_mode(common.BigValueColorMode.VALUE if colors else common.BigValueColorMode.NONE)
         .text_mode(text)
         .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields(""))
-        .thresholds(_thresholds(warn, alarm))
+        .thresholds(builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
     )
     if decimals is not None:
         panel.decimals(decimals)
@@ -133,20 +134,7 @@ def _ref_id(number: int) -> str:
     return "ABCDEFGH"[number]
 
 
-def _thresholds(warn: float | None, alarm: float | None) -> builders.ThresholdsConfig:
-    steps = [models.Threshold(value=None, color="green")]
-    if warn is not None and alarm is not None:
-        bad_first = alarm < warn
-        steps = [models.Threshold(value=None, color="red" if bad_first else "green")]
-        steps.append(models.Threshold(value=min(warn, alarm), color="yellow"))
-        steps.append(models.Threshold(value=max(warn, alarm), color="green" if bad_first else "red"))
-    elif alarm is not None:
-        steps.append(models.Threshold(value=alarm, color="red"))
-    return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
-
-
-def _variable(name: str, label: str, metric: str, matchers: Sequence[str], all_value: str) -> builders.QueryVariable:
-    # An empty query label makes Grafana read the text as a query of the variable editor's "classic" kind.
+def _variable(name: str, label: str, metric: str, matchers: Sequence[str]) -> builders.QueryVariable:
     query = f"label_values({metric}{{{','.join(matchers)}}}, {label})"
     return (
         builders.QueryVariable(name)
@@ -157,7 +145,7 @@ def _variable(name: str, label: str, metric: str, matchers: Sequence[str], all_v
         .sort(models.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(all_value)
+        .all_value(".*")
         .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
 
@@ -168,17 +156,17 @@ def _variables() -> list[builders.QueryVariable | builders.DatasourceVariable]:
     datasource = builders.DatasourceVariable("datasource").label("data source").type("prometheus")
     return [
         datasource.current(models.VariableOption(selected=True, text="default", value="default")),
-        _variable("namespace", "namespace", _EVERY_ENGINE, (), ".*"),
-        _variable("release", "release", _EVERY_ENGINE, (namespace,), ".*"),
-        _variable("model", "model_name", _EVERY_ENGINE, (namespace, release), ".*"),
-        _variable("pod", "pod", _EVERY_ENGINE, (namespace, release, model), ".*"),
+        _variable("namespace", "namespace", _EVERY_ENGINE, ()),
+        _variable("release", "release", _EVERY_ENGINE, (namespace,)),
+        _variable("model", "model_name", _EVERY_ENGINE, (namespace, release)),
+        _variable("pod", "pod", _EVERY_ENGINE, (namespace, release, model)),
     ]
 
 
 def pool_variable() -> builders.QueryVariable:
     """Return a variable of the pools that the selected engines have, to repeat panels by."""
     matchers = promql.ENGINE.split(",")
-    return _variable("pool", "pool", "sglang_dflash_pool_size_slots", matchers, ".*")
+    return _variable("pool", "pool", "sglang_dflash_pool_size_slots", matchers)
 
 
 def slo_variable(name: str, bounds_seconds: Sequence[str], chosen: str) -> builders.CustomVariable:

@@ -82,8 +82,7 @@ def _fullness() -> list[AnyPanel]:
             means="Cached prefixes that fit into the window pool beside the most running requests.",
             do=_MORE_ROOM,
             none=_NO_WINDOW,
-            warn=4,
-            alarm=1,
+            colors={None: "red", 1: "yellow", 4: "green"},
             width=8,
         ),
         tile(
@@ -190,8 +189,7 @@ def _requests() -> list[AnyPanel]:
             means="Whether every decoding request holds no more than its bound.",
             do="If not, the runbook's section SGLangEvictionNotWorking.",
             none=_NO_WINDOW,
-            warn=1,
-            alarm=0,
+            colors={None: "red", 1: "green"},
             width=8,
         ),
     ]

@@ -28,8 +28,7 @@ def _draft() -> list[AnyPanel]:
             means="Tokens that a verify step yields, the target's own one among them: 1 is no help, the block size all "
             "right.",
             do=_LOWER,
-            warn=2,
-            alarm=1.5,
+            colors={None: "red", 1.5: "yellow", 2: "green"},
         ),
         tile(
             "Accept rate",
@@ -82,7 +81,7 @@ def _guesses() -> list[AnyPanel]:
             "Accept length over time",
             Query(ACCEPT_LENGTH, "now"),
             Query(f"avg_over_time(({ACCEPT_LENGTH})[$__range:$__rate_interval])", "mean of the time shown"),
-            Query(total(each("sglang:spec_accept_length")) + " / " + _engines(), "as SGLang samples it"),
+            Query(f"avg({each('sglang:spec_accept_length')})", "as SGLang samples it"),
             unit="short",
             lowest=1,
             means="Tokens a verify step, from counters; beside it SGLang's gauge, which is a sample every few dozen "
@@ -109,10 +108,6 @@ def _guesses() -> list[AnyPanel]:
             do="Fewer steps with the same batch: each takes longer, see the latency between tokens (Overview).",
         ),
     ]
-
-
-def _engines() -> str:
-    return f"count({each('sglang:spec_accept_length')})"
 
 
 def _pool() -> list[AnyPanel]:
