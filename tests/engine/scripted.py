@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import unpatched
 from server import STRICT_CHECKS, free_port
 from server_ext.tiny.build import TinyPair, ensure
 
@@ -162,7 +163,7 @@ class Engine:
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput
 
         if isinstance(message, AbortReq):
-            self.answers[message.rid].finish = {"type": "abort"}
+            self.answers[message.rid].finish = message.finished_reason or {"type": "abort"}
             return
         if not isinstance(message, BatchTokenIDOutput):
             self.replies.append(message)
@@ -181,8 +182,8 @@ class EngineProcess:
 
     `pair` is the name of a tiny pair, or one already made; without `speculative` the draft stays out. `environment` is
     laid over `STRICT_CHECKS`, `options` over the fields of SGLang's ``ServerArgs`` that are set here. With
-    `memory_budget_bytes` the pools share that much: it stands in for what a GPU has left after loading. Raises
-    `EngineFailure` if the engine does not start.
+    `memory_budget_bytes` the pools share that much: it stands in for what a GPU has left after loading. With `without`
+    the engine lacks the patch of that name. Raises `EngineFailure` if the engine does not start.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         speculative: bool = True,
         memory_budget_bytes: int | None = None,
+        without: str | None = None,
         **options: Any,
     ) -> None:
         if isinstance(pair, str):
@@ -205,7 +207,7 @@ class EngineProcess:
         self._pipe, childs_end = multiprocessing.Pipe()
         self._process = _context().Process(
             target=_child,
-            args=(childs_end, server_args, STRICT_CHECKS | dict(environment or {}), memory_budget_bytes),
+            args=(childs_end, server_args, STRICT_CHECKS | dict(environment or {}), memory_budget_bytes, without),
         )
         self._process.start()
         childs_end.close()
@@ -297,7 +299,11 @@ def _context() -> Any:
 
 
 def _child(
-    pipe: Connection, options: dict[str, Any], environment: dict[str, str], memory_budget_bytes: int | None
+    pipe: Connection,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    memory_budget_bytes: int | None,
+    without: str | None,
 ) -> None:
     try:
         os.environ.update(_PROCESS | environment)
@@ -305,7 +311,8 @@ def _child(
             from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
             KVCacheConfigurator._profile_available_bytes = lambda *_: memory_budget_bytes
-        _serve(pipe, options)
+        with unpatched.without(without) if without else contextlib.nullcontext():
+            _serve(pipe, options)
     except EOFError:
         pass
     except BaseException:
