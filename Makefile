@@ -70,6 +70,10 @@ bench: install ## Measure speed on this machine
 bench-capacity: install ## What a lower draft KV ratio gives the target, and what it costs; draws build/capacity.png
 	@exec $(BIN)/python -m tests.bench.capacity $(ARGS)
 
+.PHONY: reproduce-eviction
+reproduce-eviction: install ## A long request with sliding-window eviction, and its end without; draws build/eviction.png
+	@exec $(BIN)/python -m tests.bench.eviction $(ARGS)
+
 .PHONY: bench-metrics
 bench-metrics: install ## What the hooks on the pools cost a decode step, and what a scrape does to one
 	@exec $(BIN)/python -m tests.bench.metrics $(ARGS)
