@@ -44,7 +44,7 @@ test: lint ## Lint, then all tests
 
 .PHONY: test-unit
 test-unit: install ## The tests that start no engine
-	@exec $(PYTEST) --ignore tests/engine $(ARGS)
+	@exec $(PYTEST) --ignore tests/engine --ignore tests/chart/test_served.py --ignore tests/monitoring/test_live.py $(ARGS)
 
 .PHONY: test-engine
 test-engine: install ## The tests against the running engine
@@ -59,7 +59,7 @@ test-chart: install ## The tests of the Helm chart
 	@exec $(PYTEST) tests/chart $(ARGS)
 
 .PHONY: test-monitoring
-test-monitoring: install ## Dashboards and alerts
+test-monitoring: install ## Dashboards and alerts. ARGS="--pictures docs/dashboards" draws the README's
 	@exec $(PYTEST) tests/monitoring $(ARGS)
 
 .PHONY: bench

@@ -9,13 +9,15 @@ from server import Server, Servers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the acceptance suite; ``make accept`` passes them."""
+    """Options of the acceptance suite, which ``make accept`` passes, and of the monitoring suite."""
     group = parser.getgroup("acceptance suite (tests/accept)")
     group.addoption("--url", help="a running server; without it the suite launches tiny pairs")
     group.addoption("--min-accept-length", type=float, default=2.0, help="tokens a verify step (default: 2)")
     group.addoption("--min-gsm8k", type=float, help="share of right answers; without it GSM8K is left out")
     group.addoption("--gsm8k-questions", type=int, default=200, help="how many questions (default: 200)")
     group.addoption("--gsm8k-data", type=Path, help="the test set as JSON lines; downloaded if not given")
+    monitoring = parser.getgroup("monitoring suite (tests/monitoring)")
+    monitoring.addoption("--pictures", type=Path, help="where to draw the dashboards; without it they do not last")
 
 
 @pytest.fixture(scope="session")
