@@ -11,14 +11,13 @@ import contextlib
 import datetime
 import sys
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server_ext.image.checkout import check, commit, edit, export, probe
 from server_ext.image.installation import Installation, applied, apply, file_sha256, pristine_copy, unapply
-from server_ext.image.series import HERE, PATCHES, PatchsetError, Series, pinned_version, series_hash
+from server_ext.image.series import PATCHES, PatchsetError, Series, pinned_version, series_hash, upstream
 
 __all__ = [
     "Installation",
@@ -46,9 +45,8 @@ def opened(target: Path | None) -> Iterator[Installation]:
 
 
 def _check_pin(wheel: Path) -> None:
-    upstream = tomllib.loads((HERE / "upstream.toml").read_text())
     _, version, python, _, platform = wheel.stem.split("-")
-    pin = upstream["sglang"] if version == pinned_version() else upstream.get("releases", {}).get(version, {})
+    pin = upstream()["sglang"] if version == pinned_version() else upstream()["releases"].get(version, {})
     for key, expected in pin.get("wheels", {}).items():
         tag, _, machine = key.partition("-")
         if tag == python and platform.endswith(machine) and (found := file_sha256(wheel)) != expected:

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from server_ext.errors import UserError
 
@@ -191,7 +192,8 @@ class Series:
 
     def __str__(self) -> str:
         count = f"{len(self.patches)} patch{'' if len(self.patches) == 1 else 'es'}"
-        return f"series {self.hash}, {count} for SGLang {self.version}"
+        holds = upstream()["releases"].get(self.version, {}).get("holds")
+        return f"series {self.hash}, {count} for SGLang {self.version}" + (f" ({holds})" if holds else "")
 
     def paths(self) -> tuple[str, ...]:
         """Every file the series touches, as in the wheel."""
@@ -225,7 +227,12 @@ def series_hash(version: str | None = None) -> str:
     return Series.load(version or pinned_version()).hash
 
 
+def upstream() -> dict[str, Any]:
+    """The pins: `sglang`, the release of the image, and `releases`, older ones with a series, by version."""
+    return tomllib.loads((HERE / "upstream.toml").read_text())
+
+
 def pinned_version() -> str:
     """The SGLang release of the image."""
-    version: str = tomllib.loads((HERE / "upstream.toml").read_text())["sglang"]["version"]
+    version: str = upstream()["sglang"]["version"]
     return version

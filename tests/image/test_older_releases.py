@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from server_ext.image.installation import Installation, apply, pristine_copy, unapply
-from server_ext.image.series import HERE, PATCHES, Patch, Series, pinned_version
+from server_ext.image import patchset
+from server_ext.image.installation import Installation, apply, pristine_copy
+from server_ext.image.series import HERE, PATCHES, Patch, Series, pinned_version, series_hash
 
 import older_release
 import unpacked_wheels
@@ -108,12 +109,21 @@ def test_eagle_is_as_published(published: Path, patched: Path, seen: dict[str, A
     assert seen["eagle"]["after"][-1]["evicted"] > 0
 
 
-def test_the_release_takes_and_gives_back_its_series(patched: Path, published: Path, tmp_path: Path) -> None:
+def test_the_tool_takes_the_release_for_what_it_is(patched: Path, published: Path, tmp_path: Path) -> None:
     root = pristine_copy(tmp_path / "again", patched)
-    installation = Installation.find(root)
-    assert apply(installation, Series.load(installation.version))
+    version = Installation.find(root).version
+
+    def said(command: str) -> str:
+        run = [sys.executable, patchset.__file__, command, "--target", root]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+    series = (
+        f"series {series_hash(version)}, 1 patch for SGLang {version} ({unpacked_wheels.RELEASES[version]['holds']})"
+    )
+    assert said("apply") == f"applied: {series} in {root}\n"
+    assert said("status").startswith(f"applied: {series} in {root}\n")
     assert (root / FIXED_FILE).read_bytes() == (patched / FIXED_FILE).read_bytes()
-    assert unapply(installation)
+    assert said("unapply") == f"as published again: SGLang {version} in {root}\n"
     assert (root / FIXED_FILE).read_bytes() == (published / FIXED_FILE).read_bytes()
 
 

@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from server_ext.image.series import HERE
+from server_ext.image.series import upstream
 
-RELEASES: dict[str, Any] = tomllib.loads((HERE / "upstream.toml").read_text())["releases"]
+RELEASES: dict[str, Any] = upstream()["releases"]
 
 
 def unpacked(version: str) -> Path:
