@@ -152,7 +152,7 @@ def generate(server: Server, token_ids: list[int], tokens: int, *, ignore_eos: b
     body = {"input_ids": token_ids, "sampling_params": sampling, "stream": True}
     with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=600) as response:
         events = [line.removeprefix(b"data: ") for line in response.iter_lines() if line.startswith(b"data: {")]
-    last = json.loads(events[-1])
+    last = json.loads(events[-1]) if response.ok else {"error": response.status_code}
     if "error" in last:
         return Answer(len(token_ids), 0, 0, aborted=True)
     about = last["meta_info"]
