@@ -19,6 +19,8 @@ from scenarios import EXPECTED, Recording, Stage, recorded
 from server import Servers
 from test_alerts import ALERTS, RULES
 
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for the whole recording: four servers, eight stages
+
 OF_SCRAPE = {"namespace", "release", "service", "pod", "instance", "job"}
 # SGLang adds it with --enable-priority-scheduling; a matcher for "" is true without it, too.
 OPTIONAL_LABELS = {"priority"}
