@@ -3,10 +3,11 @@
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from monitoring.panels import AnyPanel, Query, dashboard, graph, pool_variable, tile
-from monitoring.promql import ENGINE, RANKS, each, rate, share, total
+from monitoring.promql import ENGINE, RANKS, TARGET, each, rate, share, total
 
 _POOL = 'pool=~"$pool"'
 _LEGEND = "{{pod}} {{pool}}"
+_EVICTED = "sglang:evicted_tokens_total"  # knows no model
 _PREFILL = 'mode=~"prefill_.+"'
 _NO_POOL = "no such pool"
 _NO_WINDOW = "no window pool"
@@ -141,7 +142,7 @@ def _costs() -> list[AnyPanel]:
         graph(
             "Taken from the prefix cache",
             Query(total(rate("sglang_dflash_evicted_slots_total", _POOL), "pool"), "{{pool}}"),
-            Query(total(rate("sglang:evicted_tokens_total")), "full, as SGLang counts"),
+            Query(f"sum(max {RANKS} (rate({_EVICTED}{{{TARGET}}}[$__rate_interval])))", "full, as SGLang counts"),
             unit="cps",
             means="Slots of cached prefixes given to requests that needed room.",
             do="Normal in a full cache; the cost is in the next panel and in the prefix hits of the Overview.",

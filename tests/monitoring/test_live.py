@@ -132,13 +132,16 @@ def test_every_metric_and_label_is_exported(recording: Recording) -> None:
         of_query: set[str] = set()
         for selector in promql.selectors(expr):
             if selector.name in recorded:
+                made_of = promql.selectors(recorded[str(selector.name)])
+                of_query |= set.union(*(known[str(part.name)] for part in made_of))
                 continue
             assert selector.name in known, f"{name}: no server exports {selector.name}"
             matched = {matcher.name for matcher in selector.matchers.matchers}
             assert matched <= known[selector.name] | OPTIONAL_LABELS, f"{name}: {selector.name}"
             of_query |= known[selector.name]
         assert grouped(promql.promql_parser.parse(expr)) - RANKS <= of_query, name
-        assert set(re.findall(r"\{\{ ?\$?(?:labels\.)?(\w+) ?\}\}", text)) <= of_query, name
+        named = {legend or label for legend, label in re.findall(r"\{\{(\w+)\}\}|\$labels\.(\w+)", text)}
+        assert named <= of_query, name
 
 
 # -- what panels show is what happened
