@@ -7,6 +7,7 @@ start-up requests read it.
 """
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,3 +95,8 @@ def in_effect(keys: Mapping[str, str]) -> Iterator[None]:
 
     with get_serving().override(**keys):
         yield
+
+
+def shell_expression(key: Key, file: str | None) -> str:
+    """Return what a shell makes of the key: the content of its file, or its variable."""
+    return f"$(cat {shlex.quote(file)})" if file else f"${key.variable}"

@@ -202,7 +202,7 @@ def _engine_options(arguments: Sequence[str], pair_arguments: Sequence[str]) -> 
     return server_args
 
 
-def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tuple[Hook, ...]:
+def _hooks(drain: Drain, server_keys: Mapping[str, str], shell_key: str, started: float) -> tuple[Hook, ...]:
     """Return the hooks of the process that answers HTTP."""
 
     def serve_with_keys(serve: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ def _hooks(drain: Drain, server_keys: Mapping[str, str], started: float) -> tupl
             text = ready_text(
                 server_args.url(),
                 manager.served_model_name,
-                key_variable=keys.API_KEY.variable if keys.API_KEY.field in server_keys else None,
+                key=shell_key if keys.API_KEY.field in server_keys else None,
                 metrics=get_observability().enable_metrics,
                 seconds=time.monotonic() - started,
             )
@@ -291,7 +291,8 @@ def run(arguments: Sequence[str]) -> int:
     server_args = _engine_options(arguments, pair_arguments)
     if not options.metrics_best_effort:
         _check_pool_hooks()
-    hooks.apply(_hooks(drain, server_keys, started))
+    shell_key = keys.shell_expression(keys.API_KEY, options.api_key_file)
+    hooks.apply(_hooks(drain, server_keys, shell_key, started))
     _add_routes()
     try:
         run_server(server_args)

@@ -13,7 +13,7 @@ def check(path: Path) -> None:
     try:
         from matplotlib import figure
     except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install 'sglang-dflash[plot]'") from error
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from error
     known = figure.Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise UserError(f"--plot {path}: the name must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 
 from any_server import NEAR_TIE_NATS, Answer, AnyServer, first_difference
 from server import Server, Servers
@@ -40,7 +41,7 @@ def server(
     request: pytest.FixtureRequest, servers: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AnyServer]:
     if request.param not in LAUNCHED:
-        yield AnyServer(request.param, os.environ.get("SGLANG_API_KEY"))
+        yield connect(request.param)
         return
     servers.close()
     launched = Server(
@@ -51,6 +52,18 @@ def server(
     )
     with launched.started():
         yield AnyServer(launched.url, None)
+
+
+def connect(url: str) -> AnyServer:
+    """Return the server at a URL, or end the run with one line."""
+    if not url.startswith(("http://", "https://")):
+        pytest.exit(f"{url} is not the URL of a server; expected something like http://127.0.0.1:30000", 2)
+    try:
+        return AnyServer(url, os.environ.get("SGLANG_API_KEY"))
+    except requests.RequestException as error:
+        pytest.exit(f"{url}: cannot connect ({type(error).__name__}); is the server running there?", 2)
+    except AssertionError as error:
+        pytest.exit(f"{url}{error}; a server with a key needs it in SGLANG_API_KEY", 2)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

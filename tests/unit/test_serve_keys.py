@@ -24,3 +24,8 @@ def test_file_wins_and_the_variable_goes_anyway(tmp_path: Path) -> None:
     environment = {"SGLANG_API_KEY": "from-environment"}
     assert keys.load({"api_key": str(path)}, environment) == {"api_key": "from-file"}
     assert environment == {}
+
+
+def test_the_announced_command_takes_the_key_from_where_the_server_did() -> None:
+    assert keys.shell_expression(keys.API_KEY, None) == "$SGLANG_API_KEY"
+    assert keys.shell_expression(keys.API_KEY, "/run/my key") == "$(cat '/run/my key')"
