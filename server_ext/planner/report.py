@@ -52,10 +52,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def as_text(plan: Plan) -> str:
     """Return a plan to read: memory, the table over ratios, the recommendation, the values."""
     parts = [_memory(plan), _table(plan), _recommendation(plan)]
+    block = yaml.safe_dump(values(plan), sort_keys=False)
     parts += [_list("Mind", plan.warnings)] if plan.warnings else []
     parts += [
         _list("Not known", _not_known(plan)),
-        "Values for the chart:\n\n" + yaml.safe_dump(values(plan), sort_keys=False),
+        f"Values for the chart:\n\n# target and draft as this machine has them: write what a pod finds\n{block}",
     ]
     return "\n\n".join(parts)
 
