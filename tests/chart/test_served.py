@@ -96,17 +96,20 @@ def load(server: Server) -> Iterator[None]:
     """More long requests than may run at a time, until the last test is done."""
     done = threading.Event()
 
+    # All that run fit the pool together, or the engine would take some of them out again.
+    sampling = {"max_new_tokens": 6000, "ignore_eos": True}
+
     def ask(number: int) -> None:
-        body = {"text": f"{number} The river", "sampling_params": {"max_new_tokens": 12000, "ignore_eos": True}}
-        with (
-            contextlib.suppress(requests.RequestException),
-            requests.post(
-                f"{server.url}/generate", json=body | {"stream": True}, headers=server.headers, stream=True, timeout=600
-            ) as answer,
-        ):
-            for _ in answer.iter_lines():
-                if done.is_set():
-                    return
+        body = {"text": f"{number} The river", "sampling_params": sampling, "stream": True}
+        url, headers = f"{server.url}/generate", server.headers
+        while not done.is_set():
+            with (
+                contextlib.suppress(requests.RequestException),
+                requests.post(url, json=body, headers=headers, stream=True, timeout=600) as answer,
+            ):
+                for _ in answer.iter_lines():
+                    if done.is_set():
+                        return
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(RUNNING + WAITING)]
     for thread in threads:

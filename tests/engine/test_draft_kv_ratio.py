@@ -241,29 +241,35 @@ class MaterializeByLayer:
 def written_rows(engine: Engine, fused: bool, mutant: bool) -> Script[list[Rows]]:
     """The window of two requests after their prefill, and again when all of it has been generated."""
     worker, allocator = engine.draft_worker, engine.allocator
-    worker._use_fused_kv_materialize = fused
-    worker._fused_kv_helper = MaterializeByLayer(worker.draft_model) if fused else None
-    if mutant:
-        worker._draft_write_ids = lambda plan: plan.write_ids(worker.draft_model_runner.kv_index_translator)
     yield from engine.flush()
     if hasattr(allocator, "swa_attn_allocator"):
         # On a fresh pool a target slot and its draft slot have the same number.
         allocator.swa_attn_allocator.free_pages = allocator.swa_attn_allocator.free_pages.flip(0)
-    engine.submit("a", prompt(1, 300), 200)
-    engine.submit("b", prompt(2, 130), 200)
+    helper = MaterializeByLayer(worker.draft_model) if fused else None
     requests: dict[str, Any] = {}
 
     def decoding(tokens: int) -> bool:
         requests.update((request.rid, request) for request in engine.running())
         return len(requests) == 2 and all(len(request.output_ids) > tokens for request in requests.values())
 
-    rows = []
-    for tokens in (0, WINDOW_TOKENS):
-        yield from engine.until(lambda tokens=tokens: decoding(tokens))
-        rows += [rows_of(engine, requests[rid]) for rid in ("a", "b")]
-    yield from engine.until_idle()
-    assert worker._use_fused_kv_materialize == fused, "the engine fell back from the fused path"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(worker, _use_fused_kv_materialize=fused, _fused_kv_helper=helper))
+        if mutant:
+            stack.enter_context(mock.patch.object(worker, "_draft_write_ids", untranslated(worker)))
+        engine.submit("a", prompt(1, 300), 200)
+        engine.submit("b", prompt(2, 130), 200)
+        rows = []
+        for tokens in (0, WINDOW_TOKENS):
+            yield from engine.until(lambda tokens=tokens: decoding(tokens))
+            rows += [rows_of(engine, requests[rid]) for rid in ("a", "b")]
+        yield from engine.until_idle()
+        assert worker._use_fused_kv_materialize == fused, "the engine fell back from the fused path"
     return rows
+
+
+def untranslated(worker: Any) -> Callable[[Any], torch.Tensor]:
+    """The fault that corrupts other requests: write ids as the target counts them."""
+    return lambda plan: plan.write_ids(worker.draft_model_runner.kv_index_translator)
 
 
 def rows_differ(left: list[Rows], right: list[Rows]) -> list[bool]:
@@ -279,7 +285,7 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_every_write_path_writes_what_an_unbounded_pool_holds(engines: Engines, flow: dict[str, Any]) -> None:
     unbounded = engines.get(**BOUNDED | flow | {"speculative_draft_kv_ratio": 1.0})
     expected = {fused: unbounded.run(written_rows, fused, False) for fused in (False, True)}
@@ -296,8 +302,7 @@ def test_every_write_path_writes_what_an_unbounded_pool_holds(engines: Engines, 
 @pytest.mark.parametrize("fused", [False, True], ids=["by layer", "fused"])
 def test_a_write_through_the_targets_slot_is_caught(engines: Engines, fused: bool) -> None:
     expected = engines.get(**BOUNDED | {"speculative_draft_kv_ratio": 1.0}).run(written_rows, fused, False)
-    with EngineProcess(**BOUNDED) as engine:
-        rows = engine.run(written_rows, fused, True)
+    rows = engines.get(**BOUNDED).run(written_rows, fused, True)
 
     assert rows_differ(rows[:2], expected[:2]) == [True] * 2
 
@@ -324,8 +329,7 @@ def stray_rows(engine: Engine, mutant: str | None) -> Script[int]:
         for name in ("alloc", "alloc_extend", "alloc_decode"):
             stack.enter_context(mock.patch.object(draft_slots, name, noting(getattr(draft_slots, name))))
         if mutant == "context":
-            untranslated = lambda plan: plan.write_ids(worker.draft_model_runner.kv_index_translator)  # noqa: E731
-            stack.enter_context(mock.patch.object(worker, "_draft_write_ids", untranslated))
+            stack.enter_context(mock.patch.object(worker, "_draft_write_ids", untranslated(worker)))
         elif mutant == "block":
             stack.enter_context(mock.patch.object(pool, "translate_loc_from_full_to_swa", lambda slots: slots))
         buffers = (*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer)
@@ -338,7 +342,7 @@ def stray_rows(engine: Engine, mutant: str | None) -> Script[int]:
     return len(set(changed.nonzero()[:, 0].tolist()) - lent)
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_nothing_is_written_outside_the_slots_of_requests(engines: Engines, flow: dict[str, Any]) -> None:
     """The draft's own blocks, which are written before they are known to be right, included."""
     assert engines.get(**BOUNDED | flow).run(stray_rows, None) == 0
@@ -413,7 +417,7 @@ def twice(engine: Engine, token_ids: list[int]) -> Script[list[Answer]]:
     return [cold, engine.answers["warm"]]
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_a_repeated_long_prompt_hits_up_to_its_last_page(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
@@ -439,7 +443,7 @@ def crowded_out(engine: Engine, first: list[int], others: list[list[int]]) -> Sc
     return [answers[0], *answers[-2:]]
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_a_prefix_whose_window_was_evicted_is_computed_again(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
@@ -468,7 +472,7 @@ def retracted_every_few_steps(engine: Engine, prompts: list[list[int]], tokens: 
         scheduler.TEST_RETRACT = False
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_a_retracted_request_resumes_with_the_same_text(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
@@ -481,7 +485,7 @@ def test_a_retracted_request_resumes_with_the_same_text(
     assert upstream.expect(prompts, answers, steps_differ=0.5) <= 1
 
 
-@pytest.mark.parametrize("flow", PLAIN_FLOWS)
+@pytest.mark.parametrize("flow", PLAIN_FLOWS, scope="module")
 def test_requests_that_outgrow_the_target_pool_together_are_retracted_and_finish(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
@@ -526,7 +530,7 @@ def aborted(engine: Engine, long: list[int], other: list[int]) -> Script[list[An
     return answers
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_aborts_leave_both_sides_whole(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
     long, other = prompt(5, 1000), prompt(6, 90)
     answers = engines.get(**BOUNDED | flow).run(aborted, long, other)
@@ -543,7 +547,7 @@ def flushed(engine: Engine, prompts: list[list[int]]) -> Script[list[list[Answer
     return runs
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_a_flush_frees_both_sides_and_the_engine_goes_on(engines: Engines, flow: dict[str, Any]) -> None:
     prompts = [prompt(40 + i, 30 + 90 * i) for i in range(4)]
     before, after = engines.get(**BOUNDED | flow).run(flushed, prompts)
@@ -556,7 +560,7 @@ DRAFT_POOL_TOKENS = 729
 SMALL = BOUNDED | {"max_running_requests": 1, "max_total_tokens": 4864, "speculative_draft_kv_ratio": 0.15}
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_a_prompt_longer_than_the_draft_pool_is_served(
     engines: Engines, upstream: Upstream, flow: dict[str, Any]
 ) -> None:
@@ -578,7 +582,7 @@ def draft_slots_in_use(engine: Engine, token_ids: list[int], tokens: int) -> Scr
     return engine.answers["a"], in_use
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_one_request_outlives_the_draft_pool(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
     token_ids, tokens = prompt(8, 20), 2 * DRAFT_POOL_TOKENS
     answer, in_use = engines.get(**SMALL | flow).run(draft_slots_in_use, token_ids, tokens)
@@ -592,7 +596,7 @@ def test_one_request_outlives_the_draft_pool(engines: Engines, upstream: Upstrea
     assert any(later < earlier for earlier, later in pairwise(in_use)), "slots are freed while it runs"
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", FLOWS, scope="module")
 def test_generation_ends_at_the_context_boundary(engines: Engines, upstream: Upstream, flow: dict[str, Any]) -> None:
     prompts = [prompt(50 + i, 350) for i in range(2)]
     answers = engines.get(**BOUNDED | flow, context_length=512).run(generate, prompts, 1000)

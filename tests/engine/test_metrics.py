@@ -61,11 +61,13 @@ def get(server: Server, path: str) -> dict[str, Any]:
 
 
 def test_the_table_is_what_a_server_exports(server: Server) -> None:
-    families = scraped(server)
-    ours = {name for name in families if name.startswith(metrics.PREFIX)}
+    expected = {metric.name.removesuffix("_total") for metric in metrics.METRICS}
+    deadline = time.monotonic() + 60  # what the last request did is written at the next turn
+    while not (families := scraped(server)).keys() >= expected and time.monotonic() < deadline:
+        time.sleep(0.1)
     (of_sglang,) = families["sglang:max_total_num_tokens"].samples
 
-    assert ours == {metric.name.removesuffix("_total") for metric in metrics.METRICS}
+    assert {name for name in families if name.startswith(metrics.PREFIX)} == expected
     for metric in metrics.METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.text)
