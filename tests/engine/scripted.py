@@ -352,4 +352,6 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
         return []
 
     scheduler.ingest_requests = ingest_requests
+    # Idle, it would wait a second for its queues, which are not where requests come from.
+    scheduler.maybe_sleep_on_idle = lambda: None
     scheduler.run_event_loop()
