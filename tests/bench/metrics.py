@@ -1,10 +1,12 @@
 """``make bench-metrics``: what the hooks on the pools cost a decode step, and what a scrape does to one.
 
-    python -m tests.bench.metrics [--blocks 30] [--steps 20]
+    python -m tests.bench.metrics [--rounds 10] [--blocks 40] [--steps 5]
 
 One engine decodes all the time. In turn, for a block of steps each, its hooks are in place or taken out; what else runs
 on the machine meets both sides alike. After that the metrics are scraped at every tenth of a second for half of the
-blocks. Ratios are medians over neighbouring blocks, of the processor time of the scheduler's thread and of the clock.
+blocks. Ratios are of neighbouring blocks, in the order on, off, off, on, so that the growth of the requests cancels
+out; their medians are printed, of the processor time of the scheduler's thread and of the clock. On two cores one
+round's median is off by up to two hundredths either way; ten rounds together are good to half of one.
 """
 
 import argparse
@@ -45,10 +47,16 @@ class Side:
     off: list[list[Step]]
     look_seconds: float = 0.0
 
+    def __add__(self, later: "Side") -> "Side":
+        return Side(self.on + later.on, self.off + later.off, later.look_seconds)
+
     def ratio(self, seconds: Callable[[Step], float]) -> float:
-        """Return the median over blocks of the ratio of their median steps."""
+        """Return the median over fours of blocks of the ratio of their median steps."""
         pairs = zip(self.on, self.off, strict=True)
-        return statistics.median(_median(on, seconds) / _median(off, seconds) for on, off in pairs)
+        ratios = [_median(on, seconds) / _median(off, seconds) for on, off in pairs]
+        return statistics.median(
+            statistics.geometric_mean(four) for four in zip(ratios[::2], ratios[1::2], strict=True)
+        )
 
 
 def _median(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
@@ -167,9 +175,15 @@ def scraping(switch: Path) -> Iterator[list[float]]:
 def main() -> int:
     """Measure and print; 1 if the hooks cost more than they may."""
     parser = argparse.ArgumentParser(prog="make bench-metrics ARGS=", description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=30, help="blocks of each side")
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds with and without hooks; one more is scraped")
+    parser.add_argument("--blocks", type=int, default=40, help="blocks of each side in a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     args = parser.parse_args()
+    for name in ("rounds", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be 1 or more")
+    if args.blocks < 2 or args.blocks % 2:
+        parser.error(f"--blocks {args.blocks} must be even: each side goes first in every other one")
     if tokens_for(args.blocks, args.steps) + CONTEXT_TOKENS > CONTEXT_LENGTH:
         parser.error(f"{args.blocks} blocks of {args.steps} steps may take a request beyond {CONTEXT_LENGTH} tokens")
 
@@ -179,7 +193,11 @@ def main() -> int:
         environment = dict.fromkeys(STRICT_CHECKS, "0") | {"PROMETHEUS_MULTIPROC_DIR": folder}
         pools = {"max_total_tokens": 131072, "speculative_draft_kv_ratio": 0.25}
         with EngineProcess(enable_metrics=True, environment=environment, **pools) as engine:
-            hooked = engine.run(decode, args.blocks, args.steps, None)
+            hooked = Side([], [])
+            for i in range(args.rounds):
+                print(f"round {i + 1} of {args.rounds + 1}", file=sys.stderr, flush=True)
+                hooked += engine.run(decode, args.blocks, args.steps, None)
+            print(f"round {args.rounds + 1} of {args.rounds + 1}, scraped", file=sys.stderr, flush=True)
             with scraping(switch) as took:
                 scraped = engine.run(decode, args.blocks, args.steps, str(switch))
 
@@ -187,7 +205,8 @@ def main() -> int:
     wall_ratio = hooked.ratio(lambda step: step.wall_seconds)
     median = statistics.median(step.wall_seconds for block in hooked.off for step in block)
     print(
-        f"{REQUESTS} requests, {args.blocks} blocks of {args.steps} steps a side, median step {median * 1e3:.2f} ms\n"
+        f"{REQUESTS} requests, {args.rounds} rounds of {args.blocks} blocks of {args.steps} steps a side, "
+        f"median step {median * 1e3:.2f} ms\n"
     )
     print(f"step time with hooks to without   {thread_ratio:.3f} of the thread, {wall_ratio:.3f} of the clock")
     share = hooked.look_seconds / statistics.median(step.thread_seconds for block in hooked.off for step in block)
