@@ -20,6 +20,7 @@ AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Send], Awaitable[
 MAX_CHOICES = 128
 """The most choices a request may ask for (``n``), as OpenAI has it."""
 
+_SHAPED_PATHS = ("/v1/", "/pools")
 _FOREIGN_APIS = ("/v1/messages", "/v1/systemone")  # Anthropic's and System One's, with error bodies of their own
 _STREAM = b"text/event-stream"
 _TYPE_NAMES = {"bool", "float", "int", "str"}  # members of a union in Pydantic's locations
@@ -109,10 +110,11 @@ class _ErrorShaper:
 
 
 def shape_errors(app: AsgiApp) -> AsgiApp:
-    """Give the error responses under ``/v1/`` OpenAI's shape, and an error in a stream's first event its status."""
+    """Give error responses under `_SHAPED_PATHS` OpenAI's shape, and an error in a stream's first event its status."""
 
     async def shaped(scope: Message, receive: Any, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and not scope["path"].startswith(_FOREIGN_APIS):
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path.startswith(_SHAPED_PATHS) and not path.startswith(_FOREIGN_APIS):
             send = _ErrorShaper(send).send
         await app(scope, receive, send)
 

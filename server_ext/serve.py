@@ -32,6 +32,15 @@ _UNSUPPORTED_MODES = {
     "encoder_only": False,
 }
 
+_KEY_OPTIONS = frozenset(key.option for key in keys.KEYS)
+_EXAMPLES = """\
+examples:
+  %(prog)s --pair qwen3                      a tiny model pair, made on first use, without a GPU
+  %(prog)s --config engine.yaml              all options from a file, `option: value` on each line
+  %(prog)s MODEL --speculative-algorithm DFLASH --speculative-draft-model-path DRAFT \\
+      --speculative-draft-window-size 512 --speculative-draft-kv-ratio 0.1 --enable-metrics
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as `UserError` instead of pages of usage."""
@@ -48,6 +57,24 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
     return seconds
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not 0 < ratio <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number greater than 0 and at most 1; 1 keeps a draft KV slot for every target token"
+        )
+    return ratio
+
+
+def _window(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 1 or more")
+    return int(text)
 
 
 def _own_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -84,6 +111,8 @@ def _early_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--tokenizer-path")
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model")
+    parser.add_argument("--speculative-draft-kv-ratio", type=_ratio, default=1.0)
+    parser.add_argument("--speculative-draft-window-size", type=_window)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     return parser
@@ -172,9 +201,18 @@ def _pair_arguments(name: str) -> list[str]:
 def _full_parser() -> argparse.ArgumentParser:
     from sglang.srt.server_args import ServerArgs
 
-    parser = _Parser(prog=PROGRAM)
+    parser = _Parser(
+        prog=PROGRAM,
+        usage="%(prog)s (MODEL | --pair NAME | --config FILE) [options]",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     ServerArgs.add_cli_args(parser)
-    return _own_options(parser)
+    _own_options(parser)  # after those of SGLang, two thousand lines: the end is what a terminal still shows
+    for action in parser._actions:
+        if action.option_strings and action.option_strings[0] in _KEY_OPTIONS:
+            action.help = argparse.SUPPRESS  # refused: everyone on the machine sees a command line
+    return parser
 
 
 def _engine_options(arguments: Sequence[str], pair_arguments: Sequence[str]) -> Any:

@@ -89,7 +89,7 @@ class _Server:
         if not isinstance(answer, dict):
             raise UserError(f"{url}: answered {response.status_code} and no JSON object; is this the right server?")
         if response.status_code != 200:
-            raise UserError(f"{url}: answered {response.status_code}: {answer.get('message', answer)}")
+            raise UserError(f"{url}: answered {response.status_code}: {answer['error']['message']}")
         return answer
 
 

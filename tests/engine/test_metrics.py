@@ -155,7 +155,8 @@ def test_the_pools_are_behind_the_key(server: Server, path: str, headers: dict[s
 def test_bad_requests(server: Server, method: str, path: str, status: int) -> None:
     answer = requests.request(method, server.url + path, headers=server.headers, timeout=60)
     assert answer.status_code == status
-    assert "Traceback" not in answer.text and answer.json()
+    assert "Traceback" not in answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 COMMAND = (str(Path(sys.executable).parent / "sglang-dflash"), "status")

@@ -73,6 +73,22 @@ def test_drain_timeout_that_is_no_time(value: str, model: Path) -> None:
     assert message == f"argument --drain-timeout-seconds: '{value}' is not a number of seconds, 0 or more"
 
 
+@pytest.mark.parametrize("value", ["0", "1.5", "-0.1", "nan", "a quarter"])
+def test_draft_kv_ratio_out_of_range(value: str, model: Path) -> None:
+    option = "--speculative-draft-kv-ratio"
+    way_out = "is not a number greater than 0 and at most 1; 1 keeps a draft KV slot for every target token"
+    assert refusal("--model-path", model, f"{option}={value}") == f"argument {option}: {value!r} {way_out}"
+
+
+@pytest.mark.parametrize("value", ["0", "-64", "1.5", "wide"])
+def test_draft_window_that_is_no_number_of_tokens(value: str, model: Path, tmp_path: Path) -> None:
+    option = "speculative-draft-window-size"
+    expected = f"argument --{option}: {value!r} is not a number of tokens, 1 or more"
+    assert refusal("--model-path", model, f"--{option}={value}") == expected
+    config = write(tmp_path, "engine.yaml", f"model-path: {model}\n{option}: {value}\n")
+    assert refusal("--config", config) == expected
+
+
 # Models
 
 

@@ -36,6 +36,8 @@ def test_options_checked_early_have_sglangs_defaults(engine_parser: argparse.Arg
         "--model-path",
         "--tokenizer-path",
         "--speculative-draft-model-path",
+        "--speculative-draft-kv-ratio",
+        "--speculative-draft-window-size",
         "--host",
         "--port",
     ]
@@ -49,3 +51,10 @@ def test_a_switch_of_ours_in_the_config_file(value: bool, tmp_path: Path) -> Non
     config = tmp_path / "engine.yaml"
     config.write_text(f"pair: qwen3\nport: {free_port()}\nmetrics-best-effort: {str(value).lower()}\n")
     assert serve._check(["--config", str(config)]).metrics_best_effort is value
+
+
+def test_help_hides_the_options_that_are_refused_and_ends_with_examples() -> None:
+    text = serve._full_parser().format_help()
+    assert "--api-key-file FILE" in text and "--api-key API_KEY" not in text
+    assert text.startswith("usage: sglang-dflash serve (MODEL | --pair NAME | --config FILE) [options]\n")
+    assert "examples:\n  sglang-dflash serve --pair qwen3 " in text
