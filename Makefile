@@ -112,6 +112,7 @@ lock: install ## Resolve the dependencies anew into requirements/*.lock, from th
 		echo "sglang==$$version" | $(COMPILE) - --output-file requirements/engine.lock
 	@$(COMPILE) --group dev --constraints requirements/engine.lock --output-file requirements/dev.lock
 	@$(COMPILE) --group bootstrap --output-file requirements/bootstrap.lock
+	@$(COMPILE) --group sbom --output-file requirements/sbom.lock
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--custom-compile-command "make lock"

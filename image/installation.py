@@ -64,10 +64,7 @@ class Installation:
                 )
             root = found.resolve()
         for distribution in importlib.metadata.distributions(name="sglang", path=[str(root)]):
-            rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-            hashes = {row[0]: row[1].removeprefix("sha256=") for row in rows if row[0].startswith("sglang/") and row[1]}
-            record = {path: base64.urlsafe_b64decode(value + "=").hex() for path, value in hashes.items()}
-            return cls(root, distribution.version, record)
+            return cls(root, distribution.version, parse_record(distribution.read_text("RECORD") or ""))
         return cls(root, _source_version(root, target is None), {})
 
     @property
@@ -148,6 +145,16 @@ def _source_version(root: Path, imported: bool) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version("sglang")
     raise PatchsetError(f"{root / 'sglang'} does not say its version; install it first: pip install -e {root}")
+
+
+def parse_record(text: str) -> dict[str, str]:
+    """The hex sha256 of each file below `sglang/` in a wheel's RECORD."""
+    hashes = {row[0]: row[1].removeprefix("sha256=") for row in csv.reader(text.splitlines()) if row[1]}
+    return {
+        path: base64.urlsafe_b64decode(value + "=").hex()
+        for path, value in hashes.items()
+        if path.startswith("sglang/")
+    }
 
 
 def read_file(path: Path) -> bytes | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from server_ext import exposition, hooks, keys, openai_api, plugin, refusal
+from server_ext import exposition, hooks, init, keys, openai_api, plugin, refusal
 from server_ext.announce import ready_text
 from server_ext.checks import bound_socket, check_model
 from server_ext.drain import Drain, end_children, leave
@@ -295,6 +295,14 @@ def _check_pool_hooks() -> None:
         )
 
 
+def _load_plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    if not plugin.loaded:
+        raise UserError("the plugin sglang_dflash is not loaded; add it to SGLANG_PLUGINS or unset that variable")
+
+
 def _add_routes() -> None:
     from sglang.srt.entrypoints.http_server import app
 
@@ -303,9 +311,18 @@ def _add_routes() -> None:
     app.include_router(router)
 
 
+def check_installation() -> None:
+    """Do all that is done to SGLang's HTTP process, without serving. Raises what `run` would end with."""
+    _load_plugins()
+    _check_pool_hooks()
+    hooks.apply(_hooks(Drain(timeout_seconds=0.0), {}, "", time.monotonic()))
+    _add_routes()
+
+
 def run(arguments: Sequence[str]) -> int:
     """Serve until a signal; return the exit status. Raises `UserError` for bad input."""
     started = time.monotonic()
+    init.leave_process_one()
     arguments = _normalized(arguments)
     if "--help" in arguments or "-h" in arguments:
         _full_parser().print_help()
@@ -321,11 +338,8 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{PROGRAM}: loading the engine, which takes about half a minute", flush=True)
 
     from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
 
-    load_plugins()
-    if not plugin.loaded:
-        raise UserError("the plugin sglang_dflash is not loaded; add it to SGLANG_PLUGINS or unset that variable")
+    _load_plugins()
     server_args = _engine_options(arguments, pair_arguments)
     if not options.metrics_best_effort:
         _check_pool_hooks()
