@@ -15,9 +15,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import server_ext
-from server_ext.image.installation import Installation, apply, applied, parse_record
+from server_ext.image.installation import Installation, applied, apply, parse_record
 from server_ext.image.series import PatchsetError, Series, pinned_version
+
+import server_ext
 
 # Each in a process of its own: what is hooked in one process of the engine is not in another. Without a GPU both run on
 # the CPU platform; the hooks are the same on every platform.

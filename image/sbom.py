@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from license_expression import ExpressionError, get_spdx_licensing
 from server_ext.image.patchset import applied, series_hash
+from server_ext.image.series import PATCHES
 from spdx_tools.spdx.model import (
     Actor,
     ActorType,
@@ -30,8 +31,6 @@ from spdx_tools.spdx.model import (
     SpdxNoAssertion,
 )
 from spdx_tools.spdx.writer.write_anything import write_file
-
-from server_ext.image.series import PATCHES
 
 _ROOT = "SPDXRef-DOCUMENT"
 
@@ -51,7 +50,7 @@ def _package(kind: str, name: str, version: str, purl: str, licence: str | None)
         version=version,
         download_location=SpdxNoAssertion(),
         files_analyzed=False,
-        license_declared=expression or SpdxNoAssertion(),
+        license_declared=SpdxNoAssertion() if expression is None else expression,
         external_references=[ExternalPackageRef(ExternalPackageRefCategory.PACKAGE_MANAGER, "purl", purl)],
     )
 
@@ -60,8 +59,8 @@ def python_packages() -> list[Package]:
     """Return the distributions that this Python finds, each name once, as an import would resolve it."""
     found = {}
     for distribution in importlib.metadata.distributions():
-        meta = distribution.metadata
-        name = re.sub(r"[-_.]+", "-", meta["Name"] or "").lower()
+        meta = dict(distribution.metadata.items())
+        name = re.sub(r"[-_.]+", "-", meta.get("Name", "")).lower()
         if name and name not in found:
             licence = meta.get("License-Expression") or meta.get("License")
             purl = f"pkg:pypi/{name}@{distribution.version}"
@@ -93,7 +92,9 @@ def document() -> Document:
     if state is None:
         raise ValueError("SGLang is not patched here; run sglang-dflash patches apply")
     packages = [*python_packages(), *debian_packages()]
-    (sglang,) = (package for package in packages if package.external_references[0].locator.startswith("pkg:pypi/sglang@"))
+    (sglang,) = (
+        package for package in packages if package.external_references[0].locator.startswith("pkg:pypi/sglang@")
+    )
     files, relations = [], [Relationship(_ROOT, RelationshipType.DESCRIBES, package.spdx_id) for package in packages]
     for name, sha256 in state.patches.items():
         content = (PATCHES / state.version / name).read_bytes()
