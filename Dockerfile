@@ -5,11 +5,11 @@ ARG BASE_IMAGE=scratch
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim
 
 
-# What builds, installs and describes; nothing of this stage stays in an image.
+# What builds, installs and describes. Nothing of the next two stages stays in an image.
 FROM ${PYTHON_IMAGE} AS tools
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN --mount=type=bind,source=requirements,target=/requirements \
-    --mount=type=secret,id=ca \
+COPY requirements /requirements
+RUN --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     python3 -m pip install --quiet --no-cache-dir --require-hashes --target /tools -r /requirements/bootstrap.lock \
     && python3 -m pip install --quiet --no-cache-dir --require-hashes --target /sbom -r /requirements/sbom.lock \
@@ -17,39 +17,36 @@ RUN --mount=type=bind,source=requirements,target=/requirements \
     && python3 -m pip download --quiet --no-cache-dir --no-deps --require-hashes --dest /published -r /tmp/sglang.txt
 
 
-# This package as a wheel, the same for both targets.
-FROM tools AS wheel
+# With this package as a wheel: what the last step of both targets takes in, see image/install.sh.
+FROM tools AS materials
 COPY . /source
+# Buildah knows a step by its words and not by what it mounts: a new BUILD_ID runs this and the last step anew.
+ARG BUILD_ID
 RUN --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
     /tools/bin/uv build --quiet --no-cache --wheel --build-constraints /source/requirements/engine.lock --require-hashes \
-        --out-dir /wheel /source \
-    && mkdir -p /licences && cp /source/LICENSE /source/NOTICE /licences
+        --out-dir /wheel /source
 
 
 # The engine's dependencies as locked, SGLang among them as published.
 FROM ${PYTHON_IMAGE} AS dependencies
-RUN --mount=type=bind,from=tools,source=/tools,target=/tools \
-    --mount=type=bind,source=requirements,target=/requirements \
-    --mount=type=cache,target=/var/cache/uv \
+COPY requirements/bootstrap.lock requirements/engine.lock /usr/share/doc/sglang-dflash/
+RUN --mount=type=cache,target=/var/cache/uv \
     --mount=type=secret,id=ca \
-    if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
-    /tools/bin/uv venv --quiet --python "$(command -v python3)" /opt/sglang-dflash \
-    && /tools/bin/uv pip sync --python /opt/sglang-dflash --cache-dir /var/cache/uv --link-mode copy \
-        --compile-bytecode --require-hashes /requirements/engine.lock
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca SSL_CERT_FILE=/run/secrets/ca; fi; \
+    cd /usr/share/doc/sglang-dflash \
+    && python3 -m pip install --quiet --no-cache-dir --require-hashes --target /tmp/tools -r bootstrap.lock \
+    && /tmp/tools/bin/uv venv --quiet --python "$(command -v python3)" /opt/sglang-dflash \
+    && /tmp/tools/bin/uv pip sync --python /opt/sglang-dflash --cache-dir /var/cache/uv --link-mode copy \
+        --compile-bytecode --require-hashes engine.lock \
+    && rm -r /tmp/tools
 
 
 FROM dependencies AS cpu
 ENV PATH=/opt/sglang-dflash/bin:$PATH \
     SGLANG_PLATFORM=cpu_reference
-ARG SERIES_HASH
-RUN --mount=type=bind,from=tools,source=/tools,target=/tools \
-    --mount=type=bind,from=tools,source=/sbom,target=/sbom \
-    --mount=type=bind,from=tools,source=/published,target=/published \
-    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    --mount=type=bind,from=wheel,source=/source/image/install.sh,target=/install.sh \
-    /install.sh "$SERIES_HASH"
-COPY --from=wheel /licences /usr/share/doc/sglang-dflash
+ARG BUILD_ID SERIES_HASH
+RUN --mount=type=bind,from=materials,target=/materials : "$BUILD_ID"; /materials/source/image/install.sh "$SERIES_HASH"
 # As the chart sets them: every cache has its place on a volume.
 ENV HOME=/cache \
     XDG_CACHE_HOME=/cache/xdg \
@@ -85,14 +82,8 @@ ENTRYPOINT ["sglang-dflash", "serve"]
 
 FROM ${BASE_IMAGE} AS gpu
 USER 0
-ARG SERIES_HASH
-RUN --mount=type=bind,from=tools,source=/tools,target=/tools \
-    --mount=type=bind,from=tools,source=/sbom,target=/sbom \
-    --mount=type=bind,from=tools,source=/published,target=/published \
-    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    --mount=type=bind,from=wheel,source=/source/image/install.sh,target=/install.sh \
-    /install.sh "$SERIES_HASH"
-COPY --from=wheel /licences /usr/share/doc/sglang-dflash
+ARG BUILD_ID SERIES_HASH
+RUN --mount=type=bind,from=materials,target=/materials : "$BUILD_ID"; /materials/source/image/install.sh "$SERIES_HASH"
 # As the chart sets them: every cache has its place on a volume.
 ENV HOME=/cache \
     XDG_CACHE_HOME=/cache/xdg \

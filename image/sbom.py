@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from license_expression import ExpressionError, get_spdx_licensing
@@ -59,7 +60,7 @@ def python_packages() -> list[Package]:
     """Return the distributions that this Python finds, each name once, as an import would resolve it."""
     found = {}
     for distribution in importlib.metadata.distributions():
-        meta = dict(distribution.metadata.items())
+        meta: Mapping[str, str] = distribution.metadata  # type: ignore[assignment]  # a message, which is one
         name = re.sub(r"[-_.]+", "-", meta.get("Name", "")).lower()
         if name and name not in found:
             licence = meta.get("License-Expression") or meta.get("License")
