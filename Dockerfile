@@ -34,11 +34,11 @@ COPY requirements/bootstrap.lock requirements/engine.lock /usr/share/doc/sglang-
 RUN --mount=type=cache,target=/var/cache/uv \
     --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca SSL_CERT_FILE=/run/secrets/ca; fi; \
-    cd /usr/share/doc/sglang-dflash \
-    && python3 -m pip install --quiet --no-cache-dir --require-hashes --target /tmp/tools -r bootstrap.lock \
+    locks=/usr/share/doc/sglang-dflash \
+    && python3 -m pip install --quiet --no-cache-dir --require-hashes --target /tmp/tools -r $locks/bootstrap.lock \
     && /tmp/tools/bin/uv venv --quiet --python "$(command -v python3)" /opt/sglang-dflash \
     && /tmp/tools/bin/uv pip sync --python /opt/sglang-dflash --cache-dir /var/cache/uv --link-mode copy \
-        --compile-bytecode --require-hashes engine.lock \
+        --compile-bytecode --require-hashes $locks/engine.lock \
     && rm -r /tmp/tools
 
 
