@@ -17,8 +17,8 @@ SERIES := image/upstream.toml $(wildcard image/patches/*/*)
 PORT ?= 30000
 PAIR ?= qwen3
 ARGS ?=
-# Two engines at once: more than two cores make the suites no faster.
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
+# The image's tests need container tools and run by themselves. Two engines at once: more than two cores make the suites no faster.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --ignore tests/image/built
 DRAFT_KV = $(if $(RATIO),--speculative-draft-kv-ratio $(RATIO)) $(if $(WINDOW),--speculative-draft-window-size $(WINDOW))
 
 SUPPORTED := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
@@ -35,6 +35,36 @@ require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensur
 serve: install ## Serve a tiny model pair. PORT=30000 PAIR=qwen3 RATIO=0.25 WINDOW=64 ARGS="more engine options"
 	@echo "== [4/4] model pair $(PAIR) and server on port $(PORT)"
 	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(DRAFT_KV) $(ARGS)
+
+##@ Image
+
+CONTAINER_TOOL ?= $(firstword $(foreach tool,docker podman buildah,$(if $(shell command -v $(tool)),$(tool))))
+IMAGE ?= sglang-dflash
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+SGLANG_VERSION = $(shell sed -n '/^\[sglang\]/,/^version/s/^version = "\(.*\)"/\1/p' image/upstream.toml)
+# The wheel's index or proxy may have a certificate of its own: CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt
+CA_BUNDLE ?=
+build_docker := docker buildx build --load
+build_podman = podman build --build-arg BUILD_ID=$(shell date +%s%N)
+build_buildah = buildah bud --layers --build-arg BUILD_ID=$(shell date +%s%N)
+build = $(if $(build_$(CONTAINER_TOOL)),$(build_$(CONTAINER_TOOL)),$(error CONTAINER_TOOL=$(CONTAINER_TOOL) is not \
+	docker, podman or buildah; install one or name it)) \
+	$(if $(CA_BUNDLE),--secret id=ca,src=$(CA_BUNDLE)) \
+	--build-arg SERIES_HASH=$$(cd image/patches/$(SGLANG_VERSION) && sha256sum $$(cat series) | sha256sum | cut -d' ' -f1) \
+	--build-arg SOURCE="$$(git config --get remote.origin.url || true)" --build-arg REVISION="$$(git rev-parse HEAD)" \
+	--build-arg VERSION=$(VERSION) --build-arg UPSTREAM_VERSION=$(SGLANG_VERSION) \
+	--build-arg BASE_NAME="$(firstword $(subst @, ,$(1)))" --build-arg BASE_DIGEST="$(word 2,$(subst @, ,$(1)))"
+
+.PHONY: image
+image: ## Build the GPU image. BASE_IMAGE=docker.io/lmsysorg/sglang:v0.5.23-runtime@sha256:... IMAGE=sglang-dflash
+	$(if $(findstring @sha256:,$(BASE_IMAGE)),,$(error BASE_IMAGE=$(BASE_IMAGE) has no digest; find it with `docker buildx \
+		imagetools inspect lmsysorg/sglang:v$(SGLANG_VERSION)-runtime` and give \
+		BASE_IMAGE=docker.io/lmsysorg/sglang:v$(SGLANG_VERSION)-runtime@sha256:...))
+	@$(call build,$(BASE_IMAGE)) --build-arg BASE_IMAGE=$(BASE_IMAGE) --target gpu --tag $(IMAGE):$(VERSION) .
+
+.PHONY: image-cpu
+image-cpu: ## Build the CPU image, about 12 GB. CONTAINER_TOOL=docker, podman or buildah; IMAGE=sglang-dflash
+	@$(call build,docker.io/library/python:3.11-slim) --target cpu --tag $(IMAGE):$(VERSION)-cpu .
 
 ##@ Check
 
@@ -61,6 +91,10 @@ test-chart: install ## The tests of the Helm chart
 .PHONY: test-monitoring
 test-monitoring: install ## Dashboards and alerts. ARGS="--pictures docs/dashboards" draws the README's
 	@exec $(PYTEST) tests/monitoring $(ARGS)
+
+.PHONY: test-image
+test-image: install ## Build the image for both targets and run it; as root, with Debian's buildah, podman, runc, debootstrap
+	@exec $(BIN)/pytest tests/image/built --capture no $(ARGS)
 
 .PHONY: bench
 bench: install ## Measure speed on this machine
