@@ -44,12 +44,13 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 SGLANG_VERSION = $(shell sed -n '/^\[sglang\]/,/^version/s/^version = "\(.*\)"/\1/p' image/upstream.toml)
 # The wheel's index or proxy may have a certificate of its own: CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt
 CA_BUNDLE ?=
+comma := ,
 build_docker := docker buildx build --load
 build_podman = podman build --build-arg BUILD_ID=$(shell date +%s%N)
 build_buildah = buildah bud --layers --build-arg BUILD_ID=$(shell date +%s%N)
 build = $(if $(build_$(CONTAINER_TOOL)),$(build_$(CONTAINER_TOOL)),$(error CONTAINER_TOOL=$(CONTAINER_TOOL) is not \
 	docker, podman or buildah; install one or name it)) \
-	$(if $(CA_BUNDLE),--secret id=ca,src=$(CA_BUNDLE)) \
+	$(if $(CA_BUNDLE),--secret id=ca$(comma)src=$(CA_BUNDLE)) \
 	--build-arg SERIES_HASH=$$(cd image/patches/$(SGLANG_VERSION) && sha256sum $$(cat series) | sha256sum | cut -d' ' -f1) \
 	--build-arg SOURCE="$$(git config --get remote.origin.url || true)" --build-arg REVISION="$$(git rev-parse HEAD)" \
 	--build-arg VERSION=$(VERSION) --build-arg UPSTREAM_VERSION=$(SGLANG_VERSION) \
