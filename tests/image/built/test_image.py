@@ -66,9 +66,8 @@ def added_bytes(containers: Containers, image: str, base: str) -> int:
 
 
 def test_hadolint_finds_nothing() -> None:
-    result = subprocess.run(
-        [str(Path(sys.executable).parent / "hadolint"), str(REPOSITORY / "Dockerfile")], capture_output=True, text=True
-    )
+    program = Path(sys.executable).parent / "hadolint"
+    result = subprocess.run([program, REPOSITORY / "Dockerfile"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "")
 
 
