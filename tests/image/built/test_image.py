@@ -20,6 +20,8 @@ from server_ext.image.series import Series, pinned_version, series_hash
 
 DOCUMENTS = "/usr/share/doc/sglang-dflash"
 LAYER_BYTES = 30 * 10**6
+LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
+RUN = ["run", "--detach", "--network", "none", "--read-only", "--cap-drop", "ALL", *LIMITS]
 KEY = "sk-image-5f0c7a"
 CHAT = """
 import json, os, sys, urllib.request
@@ -130,7 +132,8 @@ def test_what_the_cpu_image_holds(containers: Containers, cpu: str) -> None:
     environment = dict(variable.split("=", 1) for variable in config["Env"])
     assert yaml.safe_load(block).items() <= environment.items()
 
-    sbom = json.loads(containers.podman("run", "--rm", "--entrypoint", "cat", cpu, f"{DOCUMENTS}/sbom.spdx.json"))
+    show = ["run", "--rm", "--network", "none", *LIMITS, "--entrypoint", "cat", cpu, f"{DOCUMENTS}/sbom.spdx.json"]
+    sbom = json.loads(containers.podman(*show))
     (sglang,) = (package for package in sbom["packages"] if package["name"] == "sglang")
     assert (sbom["spdxVersion"], sglang["versionInfo"]) == ("SPDX-2.3", pinned_version())
     names = {file["SPDXID"]: Path(file["fileName"]).name for file in sbom["files"]}
@@ -138,12 +141,6 @@ def test_what_the_cpu_image_holds(containers: Containers, cpu: str) -> None:
     assert {r["spdxElementId"] for r in applied} == {sglang["SPDXID"]}
     expected = [patch.name for patch in Series.load(pinned_version()).patches]
     assert sorted(names[r["relatedSpdxElement"]] for r in applied) == sorted(expected)
-
-
-RUN = [
-    *("run", "--detach", "--network", "none", "--read-only", "--cap-drop", "ALL"),
-    *("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"),
-]
 
 
 @pytest.fixture
@@ -178,7 +175,7 @@ def test_it_serves_and_drains(containers: Containers, running: str, tmp_path: Pa
     answer = json.loads(containers.podman(*ask("/v1/completions", 8)))
     assert answer["usage"]["completion_tokens"] == 8
     figures = containers.podman(*ask("/metrics", 0))
-    assert f'series_hash="{series_hash()}"' in figures
+    assert f'patch_series="{series_hash()}"' in figures
     assert "sglang_dflash_pool_used_tokens{" in figures or "sglang_dflash_pool" in figures
     states = containers.podman("exec", running, "sh", "-c", "cat /proc/[0-9]*/stat")
     assert [line for line in states.splitlines() if ") Z " in line] == []
