@@ -17,8 +17,10 @@ SERIES := image/upstream.toml $(wildcard image/patches/*/*)
 PORT ?= 30000
 PAIR ?= qwen3
 ARGS ?=
-# The image's tests need container tools and run by themselves. Two engines at once: more than two cores make the suites no faster.
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --ignore tests/image/built
+# Two engines at once: more than two cores make the suites no faster.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
+# These need root and many gigabytes or minutes, and have targets of their own.
+APART := --ignore tests/image/built --ignore tests/cluster
 DRAFT_KV = $(if $(RATIO),--speculative-draft-kv-ratio $(RATIO)) $(if $(WINDOW),--speculative-draft-window-size $(WINDOW))
 
 SUPPORTED := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
@@ -35,6 +37,20 @@ require_python = $(if $(PYTHON),,$(error found no Python 3.11 or 3.12 with ensur
 serve: install ## Serve a tiny model pair. PORT=30000 PAIR=qwen3 RATIO=0.25 WINDOW=64 ARGS="more engine options"
 	@echo "== [4/4] model pair $(PAIR) and server on port $(PORT)"
 	@exec $(BIN)/sglang-dflash serve --pair $(PAIR) --port $(PORT) $(DRAFT_KV) $(ARGS)
+
+CLUSTER := PYTHONPATH=.:tests/engine:tests/chart:tests/cluster $(BIN)/python tests/cluster/cluster.py
+
+.PHONY: cluster
+cluster: install ## Start a Kubernetes cluster of one node in namespaces of its own. CLUSTER_NODE=fake CLUSTER_IMAGE=cpu CLUSTER_IMAGE_ARCHIVE=oci.tar
+	@exec env $(CLUSTER) up
+
+.PHONY: cluster-down
+cluster-down: install ## End it, and see that nothing of it is left
+	@exec env $(CLUSTER) down
+
+.PHONY: cluster-shell
+cluster-shell: install ## A shell in the cluster's network, with kubectl and helm
+	@exec env $(CLUSTER) shell
 
 ##@ Image
 
@@ -71,11 +87,11 @@ image-cpu: ## Build the CPU image, about 12 GB. CONTAINER_TOOL=docker, podman or
 
 .PHONY: test
 test: lint ## Lint, then all tests
-	@exec $(PYTEST) $(ARGS)
+	@exec $(PYTEST) $(APART) $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## The tests that start no engine
-	@exec $(PYTEST) --ignore tests/engine --ignore tests/chart/test_served.py --ignore tests/monitoring/test_live.py $(ARGS)
+	@exec $(PYTEST) $(APART) --ignore tests/engine --ignore tests/chart/test_served.py --ignore tests/monitoring/test_live.py $(ARGS)
 
 .PHONY: test-engine
 test-engine: install ## The tests against the running engine
@@ -88,6 +104,10 @@ accept: install ## Whether a server is sound: URL=http://host:30000, or it launc
 .PHONY: test-chart
 test-chart: install ## The tests of the Helm chart
 	@exec $(PYTEST) tests/chart $(ARGS)
+
+.PHONY: test-cluster
+test-cluster: install ## The chart in a real cluster of one node: install, serve, upgrade, break, roll back. Needs root
+	@exec $(PYTEST) tests/cluster $(ARGS)
 
 .PHONY: test-monitoring
 test-monitoring: install ## Dashboards and alerts. ARGS="--pictures docs/dashboards" draws the README's

@@ -155,10 +155,13 @@ class Cluster:
         settings = STATE / "settings.json"
         before = json.loads(settings.read_text()) if settings.exists() else settings_of_the_machine()
         if (pid := self.pid) is not None:
-            namespaces = self._namespaces(pid)
+            namespaces = _namespaces(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not self._processes_in(namespaces), "all processes end")
+            # A shell in the cluster is nobody's but its user's: it is named, not killed.
+            eventually(
+                lambda: not processes_in(namespaces), f"all that runs in it ends: {processes_in(namespaces)}", 30
+            )
         with contextlib.suppress(ChildProcessError):  # when this very process started it
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -192,19 +195,6 @@ class Cluster:
         assert pid is not None, f"no cluster runs; its logs: {STATE}/logs"
         return pid
 
-    @staticmethod
-    def _namespaces(pid: int) -> str:
-        return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
-
-    def _processes_in(self, namespace: str) -> list[psutil.Process]:
-        """Return the processes of the cluster itself, without those of pods."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if self._namespaces(process.pid) == namespace:
-                    found.append(process)
-        return found
-
     def _import_images(self) -> None:
         images = {supervisor.PAUSE_IMAGE: ({"/pause": cached_tools.go_programs(COMPONENTS) / "pause"}, ["/pause"])}
         if self.image == "slim":
@@ -232,6 +222,16 @@ class Cluster:
         conditions = [{"type": "Ready", "status": "True", "reason": "Fake"}]
         status = {"status": {"capacity": capacity, "allocatable": capacity, "conditions": conditions}}
         self.kubectl("patch", "node", "node", "--subresource=status", "--type=merge", f"--patch={json.dumps(status)}")
+
+    def mark_running(self, pod: dict[str, Any]) -> None:
+        """Say of a pod on the fake node that it runs and is ready."""
+        assert not self.kubelet
+        conditions = [{"type": name, "status": "True"} for name in ("PodScheduled", "ContainersReady", "Ready")]
+        status = json.dumps({"status": {"phase": "Running", "conditions": conditions}})
+        name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        patch = ("patch", "pod", name, f"--namespace={namespace}", "--subresource=status", "--type=merge")
+        self.kubectl(*patch, f"--patch={status}")
+        self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--namespace={namespace}")
 
     # Use
 
@@ -278,7 +278,7 @@ class Cluster:
     def kill(self, component: str) -> None:
         """Kill a component; the supervisor starts it again."""
         program = "/usr/bin/containerd" if component == "containerd" else component
-        killed = [p for p in self._processes_in(self._namespaces(self._running())) if program in p.cmdline()[:2]]
+        killed = [p for p in processes_in(_namespaces(self._running())) if program in p.cmdline()[:2]]
         assert len(killed) == 1, killed
         killed[0].kill()
 
@@ -292,6 +292,20 @@ class Cluster:
                 if container in Path(f"/proc/{process.pid}/cgroup").read_text():
                     found.append(process)
         return found
+
+
+def _namespaces(pid: int) -> dict[str, str]:
+    return {kind: str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in ("pid", "mnt", "net")}
+
+
+def processes_in(namespaces: dict[str, str]) -> list[psutil.Process]:
+    """Return the processes in any of the namespaces: the cluster's own and who entered it, not those of pods."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if _namespaces(process.pid).items() & namespaces.items():
+                found.append(process)
+    return found
 
 
 def _enter(namespace: int) -> None:

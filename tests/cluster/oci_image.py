@@ -85,14 +85,14 @@ def python_files() -> dict[str, Path | str]:
         if path.is_file() and not skipped & {*path.relative_to(library).parts} and ".pyc." not in path.name
     ]
     python = Path(sys.executable).resolve()
-    programs = [Path("/bin/sleep"), Path("/bin/sh")]
+    programs = [Path("/bin/sleep"), Path("/bin/sh"), Path("/usr/bin/lscpu")]  # the engine asks for the topology
     files: dict[str, Path | str] = {str(path): path for path in [*modules, python]}
     files |= {f"/usr/bin/{path.name}": path.resolve() for path in programs}
     files |= {"/bin": "usr/bin", "/lib": "usr/lib", "/lib64": "usr/lib64"}
     files["/usr/local/bin/python3"] = str(python)
     # What wheels may expect of every system (PEP 600), and what looks names up.
     expected = ["libstdc++", "libgcc_s", "libpthread", "libdl", "librt", "libutil", "libresolv", "libnss_files"]
-    expected += ["libnss_dns", "libz"]
+    expected += ["libnss_dns", "libmvec", "libanl", "libz", "libgomp", "libnuma"]
     wanted = [path for name in expected for path in Path("/lib").glob(f"{platform.machine()}-linux-gnu/{name}.so.?")]
     needing = [python, *programs, *library.glob("lib-dynload/*.so"), *wanted]
     for path in {*_libraries(needing), *wanted}:

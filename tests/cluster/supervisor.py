@@ -247,7 +247,7 @@ def main(state: Path, programs: Path, node: Path, cgroup: str, kind: str) -> Non
     """Set up, then keep the components running until this process is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Its number as the machine knows it; the machine's /proc goes away next.
-    pid = os.readlink("/proc/self")  # noqa: PTH115
+    pid = str(Path("/proc/self").readlink())
     _set_up_mounts(node)
     _set_up_network()
     _write_configuration(state, programs, cgroup)

@@ -12,6 +12,13 @@ BOARDS: dict[str, dict[str, Any]] = {
     name: json.loads((CHART / "dashboards" / f"{name}.json").read_text()) for name in DASHBOARDS
 }
 ALL = {"namespace": ".*", "release": ".*", "model": ".*", "pod": ".*", "pool": ".*"}
+# Queries of panels that are rightly empty under normal load, and in which stage they are not.
+ELSEWHERE = {
+    "overview: Requests: B": "stalled",
+    "pools: Time until full: A": "eviction",
+    "pools: Retracted requests: B": "full",
+    "pools: Taken from the prefix cache: B": "tight",
+}
 OBJECTIVES = {"slo_first_token": "2.0", "slo_token": "0.1"}
 
 

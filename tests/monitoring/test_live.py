@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from boards import BOARDS, PanelQuery, queries
+from boards import BOARDS, ELSEWHERE, PanelQuery, queries
 from monitoring import promql
 from monitoring.alerts import Windows, recording_rules
 from pictures import draw
@@ -26,14 +26,6 @@ OF_SCRAPE = {"namespace", "release", "service", "pod", "instance", "job"}
 OPTIONAL_LABELS = {"priority"}
 RANKS = set(re.findall(r"\w+_rank", promql.RANKS))
 OF_PROMETHEUS = {"up", "ALERTS"}
-
-# Queries of panels that are rightly empty under normal load, and where they are not.
-ELSEWHERE = {
-    "overview: Requests: B": "stalled",
-    "pools: Time until full: A": "eviction",
-    "pools: Retracted requests: B": "full",
-    "pools: Taken from the prefix cache: B": "tight",
-}
 
 
 @pytest.fixture(scope="module")
