@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
-# Two targets: `gpu` (the default) on SGLang's own image, `cpu` on plain Python. `make image` and `make image-cpu` pass the
-# arguments; image/README.md says what each is for.
+# One image on one of two bases, as DEVICE says: `gpu` (the default) is SGLang's own image, `cpu` is plain Python. `make image`
+# and `make image-cpu` pass the arguments; image/README.md says what each is for.
+ARG DEVICE=gpu
 ARG BASE_IMAGE=scratch
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim
 
@@ -45,42 +46,12 @@ RUN --mount=type=cache,target=/var/cache/uv \
 FROM dependencies AS cpu
 ENV PATH=/opt/sglang-dflash/bin:$PATH \
     SGLANG_PLATFORM=cpu_reference
-ARG BUILD_ID SERIES_HASH
-RUN --mount=type=bind,from=materials,target=/materials : "$BUILD_ID"; /materials/source/image/install.sh "$SERIES_HASH"
-# As the chart sets them: every cache has its place on a volume.
-ENV HOME=/cache \
-    XDG_CACHE_HOME=/cache/xdg \
-    TRITON_CACHE_DIR=/cache/triton \
-    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
-    FLASHINFER_WORKSPACE_BASE=/cache \
-    SGLANG_CACHE_DIR=/cache/sglang \
-    SGLANG_DG_CACHE_DIR=/cache/deep_gemm \
-    CUDA_CACHE_PATH=/cache/cuda \
-    NUMBA_CACHE_DIR=/cache/numba \
-    OUTLINES_CACHE_DIR=/cache/outlines \
-    HF_HOME=/models \
-    TMPDIR=/tmp \
-    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
-ARG SOURCE REVISION VERSION UPSTREAM_VERSION BASE_NAME BASE_DIGEST
-LABEL org.opencontainers.image.title="sglang-dflash" \
-    org.opencontainers.image.description="SGLang with a bounded DFLASH draft KV pool and visible pools" \
-    org.opencontainers.image.licenses="Apache-2.0" \
-    org.opencontainers.image.source="$SOURCE" \
-    org.opencontainers.image.revision="$REVISION" \
-    org.opencontainers.image.version="$VERSION" \
-    org.opencontainers.image.base.name="$BASE_NAME" \
-    org.opencontainers.image.base.digest="$BASE_DIGEST" \
-    sglang-dflash.sglang.version="$UPSTREAM_VERSION" \
-    sglang-dflash.series.sha256="$SERIES_HASH"
-WORKDIR /cache
-VOLUME ["/cache", "/models"]
-EXPOSE 30000
-STOPSIGNAL SIGTERM
-USER 1000:0
-ENTRYPOINT ["sglang-dflash", "serve"]
 
 
 FROM ${BASE_IMAGE} AS gpu
+
+
+FROM ${DEVICE} AS image
 USER 0
 ARG BUILD_ID SERIES_HASH
 RUN --mount=type=bind,from=materials,target=/materials : "$BUILD_ID"; /materials/source/image/install.sh "$SERIES_HASH"

@@ -77,11 +77,11 @@ image: ## Build the GPU image. BASE_IMAGE=docker.io/lmsysorg/sglang:v0.5.23-runt
 	$(if $(findstring @sha256:,$(BASE_IMAGE)),,$(error BASE_IMAGE=$(BASE_IMAGE) has no digest; find it with `docker buildx \
 		imagetools inspect lmsysorg/sglang:v$(SGLANG_VERSION)-runtime` and give \
 		BASE_IMAGE=docker.io/lmsysorg/sglang:v$(SGLANG_VERSION)-runtime@sha256:...))
-	@$(call build,$(BASE_IMAGE)) --build-arg BASE_IMAGE=$(BASE_IMAGE) --target gpu --tag $(IMAGE):$(VERSION) .
+	@$(call build,$(BASE_IMAGE)) --build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg DEVICE=gpu --tag $(IMAGE):$(VERSION) .
 
 .PHONY: image-cpu
 image-cpu: ## Build the CPU image, about 12 GB. CONTAINER_TOOL=docker, podman or buildah; IMAGE=sglang-dflash
-	@$(call build,docker.io/library/python:3.11-slim) --target cpu --tag $(IMAGE):$(VERSION)-cpu .
+	@$(call build,docker.io/library/python:3.11-slim) --build-arg DEVICE=cpu --tag $(IMAGE):$(VERSION)-cpu .
 
 ##@ Check
 
@@ -163,8 +163,7 @@ check-python:
 
 .PHONY: lock
 lock: install ## Resolve the dependencies anew into requirements/*.lock, from the pin in image/upstream.toml
-	@version=$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("image/upstream.toml", "rb"))["sglang"]["version"])'); \
-		echo "sglang==$$version" | $(COMPILE) - --output-file requirements/engine.lock
+	@echo "sglang==$(SGLANG_VERSION)" | $(COMPILE) - --output-file requirements/engine.lock
 	@$(COMPILE) --group dev --constraints requirements/engine.lock --output-file requirements/dev.lock
 	@$(COMPILE) --group bootstrap --output-file requirements/bootstrap.lock
 	@$(COMPILE) --group sbom --output-file requirements/sbom.lock

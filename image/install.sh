@@ -1,5 +1,5 @@
 #!/bin/sh
-# The step of the Dockerfile that both targets share: this package, the patches, the self-test and the SBOM, into the
+# The step of the Dockerfile that both bases share: this package, the patches, the self-test and the SBOM, into the
 # Python that is on the path. `install.sh [SERIES_HASH]`; the Dockerfile's stage `materials` is what it takes.
 set -eu
 materials=/materials

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from license_expression import ExpressionError, get_spdx_licensing
-from server_ext.image.patchset import applied, series_hash
+from server_ext.image.installation import applied
 from server_ext.image.series import PATCHES
 from spdx_tools.spdx.model import (
     Actor,
@@ -114,7 +114,7 @@ def document() -> Document:
         spdx_version="SPDX-2.3",
         spdx_id=_ROOT,
         name="sglang-dflash",
-        document_namespace=f"https://spdx.org/spdxdocs/sglang-dflash-{series_hash()}",
+        document_namespace=f"https://spdx.org/spdxdocs/sglang-dflash-{state.series_hash}",
         creators=[Actor(ActorType.TOOL, "spdx-tools")],
         created=datetime.now(UTC).replace(tzinfo=None, microsecond=0),
     )

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 UPSTREAM = tomllib.loads((REPOSITORY / "image" / "upstream.toml").read_text())["sglang"]
-LOCKS = ("bootstrap", "dev", "engine")
+LOCKS = ("bootstrap", "dev", "engine", "sbom")
 
 
 def lock(name: str) -> str:

@@ -6,6 +6,7 @@ upstream's layout, a checkout below a workspace folder that Python finds by a pa
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,9 +36,15 @@ with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) a
 """
 
 
+def build(containers: Containers, device: str, tag: str, **arguments: str) -> subprocess.CompletedProcess[str]:
+    """Build the image for a device, with arguments of the Dockerfile."""
+    pairs = {"DEVICE": device, **arguments}
+    return containers.build("image", tag, *(f"--build-arg={name}={value}" for name, value in pairs.items()))
+
+
 @pytest.fixture(scope="session")
 def cpu(containers: Containers) -> str:
-    result = containers.build("cpu", "sglang-dflash:cpu", "--build-arg", f"SERIES_HASH={series_hash()}")
+    result = build(containers, "cpu", "sglang-dflash:cpu", SERIES_HASH=series_hash())
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return "localhost/sglang-dflash:cpu"
 
@@ -77,9 +84,7 @@ def test_hadolint_finds_nothing() -> None:
 def test_the_gpu_target_takes_each_layout(containers: Containers, tmp_path: Path, layout: str) -> None:
     lines = [CHECKOUT] if layout == "checkout" else ["RUN true"]
     base = stand_in(containers, tmp_path, f"stand-in-{layout}", *lines)
-    result = containers.build(
-        "gpu", f"gpu-{layout}", "--build-arg", f"BASE_IMAGE={base}", "--build-arg", f"SERIES_HASH={series_hash()}"
-    )
+    result = build(containers, "gpu", f"gpu-{layout}", BASE_IMAGE=base, SERIES_HASH=series_hash())
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     root = "/sgl-workspace/sglang/python" if layout == "checkout" else SITE
     said = next(line for line in result.stdout.splitlines() if line.startswith("series "))
@@ -108,13 +113,13 @@ REFUSED = {
 def test_another_sglang_is_refused(containers: Containers, tmp_path: Path, case: str) -> None:
     lines, message = REFUSED[case]
     base = stand_in(containers, tmp_path, f"refused-{case.replace(' ', '-')}", *lines)
-    result = containers.build("gpu", "refused", "--build-arg", f"BASE_IMAGE={base}")
+    result = build(containers, "gpu", "refused", BASE_IMAGE=base)
     assert result.returncode != 0
     assert f"bake: error: {message}" in result.stdout + result.stderr
 
 
 def test_another_series_than_the_label_names_is_refused(containers: Containers, cpu: str) -> None:
-    result = containers.build("cpu", "refused", "--build-arg", "SERIES_HASH=0123")
+    result = build(containers, "cpu", "refused", SERIES_HASH="0123")
     assert result.returncode != 0
     assert "bake: error: the image would be labelled with series 0123 and holds " in result.stdout + result.stderr
 
@@ -176,17 +181,17 @@ def test_it_serves_and_drains(containers: Containers, running: str, tmp_path: Pa
     assert answer["usage"]["completion_tokens"] == 8
     figures = containers.podman(*ask("/metrics", 0))
     assert f'patch_series="{series_hash()}"' in figures
-    assert "sglang_dflash_pool_used_tokens{" in figures or "sglang_dflash_pool" in figures
+    assert all(
+        re.search(rf'^sglang_dflash_pool_used_slots{{.*pool="{pool}"', figures, re.M) for pool in ("full", "draft")
+    )
     states = containers.podman("exec", running, "sh", "-c", "cat /proc/[0-9]*/stat")
     assert [line for line in states.splitlines() if ") Z " in line] == []
     environment = containers.podman("exec", running, "sh", "-c", "cat /proc/[0-9]*/environ || true")
     for place in (containers.podman("inspect", running), containers.podman("logs", running), environment):
         assert KEY not in place
 
-    store = [*containers._store, "--runtime", "runc", "--cgroup-manager", "cgroupfs"]
-    with subprocess.Popen(
-        ["podman", *store, *ask("/v1/completions", 2000)], stdout=subprocess.PIPE, text=True
-    ) as stream:
+    command = containers.podman_command(*ask("/v1/completions", 2000))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stream:
         assert stream.stdout is not None
         assert stream.stdout.readline().startswith("data: ")
         assert status_after(containers, running, signal.SIGTERM) == 0
