@@ -114,7 +114,7 @@ test-monitoring: install ## Dashboards and alerts. ARGS="--pictures docs/dashboa
 	@exec $(PYTEST) tests/monitoring $(ARGS)
 
 .PHONY: test-image
-test-image: install ## Build the image for both targets and run it; as root, with Debian's buildah, podman, runc, debootstrap
+test-image: install ## Build the image on both bases and run it; as root, with Debian's buildah, podman, runc, debootstrap
 	@exec $(BIN)/pytest tests/image/built --capture no $(ARGS)
 
 .PHONY: bench
