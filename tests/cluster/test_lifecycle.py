@@ -106,7 +106,10 @@ def prepared(cluster: Cluster) -> set[str]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}},
         key | {"stringData": {"api-key": KEY}},
         # What pods of other cases name; the API server looks it up.
-        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 1},
+        *(
+            {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": 1}
+            for name in ("high", "inference")
+        ),
         {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"},
         key | {"kind": "ServiceAccount", "metadata": {"name": "accepted-sglang-dflash", "namespace": NAMESPACE}},
     ]

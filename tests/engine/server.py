@@ -8,7 +8,9 @@ from everything else on the machine. Tests share them: use the fixtures of ``con
 """
 
 import contextlib
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -34,13 +36,21 @@ STRICT_CHECKS = {
 }
 START_TIMEOUT_SECONDS = 420.0
 STOP_TIMEOUT_SECONDS = 120.0
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.count(10000 + 4000 * _WORKER + random.SystemRandom().randrange(2000))
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of 127.0.0.1 that nothing listens on, and that nothing takes before an engine does, 20 s later.
+
+    It is below those the system gives to outgoing connections, and apart from those of the other test processes; the
+    gap between two processes has room for the port up to 1000 higher at which an engine meets its peers.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no end of ports")
 
 
 class Server:
