@@ -54,8 +54,14 @@ cluster-shell: install ## A shell in the cluster's network, with kubectl and hel
 
 ##@ Image
 
-CONTAINER_TOOL ?= $(firstword $(foreach tool,docker podman buildah,$(if $(shell command -v $(tool)),$(tool))))
+# The first that can build here; the docker client alone, without buildx, cannot.
+CONTAINER_TOOL ?= $(firstword $(foreach tool,docker podman buildah,$(if $(shell $(tool) $(if $(findstring docker,$(tool)),buildx) \
+	version 2>/dev/null),$(tool))))
 IMAGE ?= sglang-dflash
+# Of the image whose SBOM is shown: gpu or cpu.
+DEVICE ?= gpu
+TAG = $(VERSION)$(if $(findstring cpu,$(DEVICE)),-cpu)
+SBOM := /usr/share/doc/sglang-dflash/sbom.spdx.json
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 SGLANG_VERSION = $(shell sed -n '/^\[sglang\]/,/^version/s/^version = "\(.*\)"/\1/p' image/upstream.toml)
 # The wheel's index or proxy may have a certificate of its own: CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt
@@ -65,7 +71,7 @@ build_docker := docker buildx build --load
 build_podman = podman build --build-arg BUILD_ID=$(shell date +%s%N)
 build_buildah = buildah bud --layers --build-arg BUILD_ID=$(shell date +%s%N)
 build = $(if $(build_$(CONTAINER_TOOL)),$(build_$(CONTAINER_TOOL)),$(error CONTAINER_TOOL=$(CONTAINER_TOOL) is not \
-	docker, podman or buildah; install one or name it)) \
+	docker (with buildx), podman or buildah; install one or name it)) \
 	$(if $(CA_BUNDLE),--secret id=ca$(comma)src=$(CA_BUNDLE)) \
 	--build-arg SERIES_HASH=$$(cd image/patches/$(SGLANG_VERSION) && sha256sum $$(cat series) | sha256sum | cut -d' ' -f1) \
 	--build-arg SOURCE="$$(git config --get remote.origin.url || true)" --build-arg REVISION="$$(git rev-parse HEAD)" \
@@ -82,6 +88,14 @@ image: ## Build the GPU image. BASE_IMAGE=docker.io/lmsysorg/sglang:v0.5.23-runt
 .PHONY: image-cpu
 image-cpu: ## Build the CPU image, about 12 GB. CONTAINER_TOOL=docker, podman or buildah; IMAGE=sglang-dflash
 	@$(call build,docker.io/library/python:3.11-slim) --build-arg DEVICE=cpu --tag $(IMAGE):$(VERSION)-cpu .
+
+show_sbom_docker = docker run --rm --network none --entrypoint cat $(1) $(SBOM)
+show_sbom_podman = podman run --rm --network none --entrypoint cat $(1) $(SBOM)
+show_sbom_buildah = container=$$(buildah from --pull-never $(1)) && { buildah run $$container -- cat $(SBOM); buildah rm $$container >&2; }
+
+.PHONY: sbom
+sbom: ## Print the SBOM (SPDX) of an image that was built. DEVICE=gpu or cpu, IMAGE=sglang-dflash
+	@$(call show_sbom_$(CONTAINER_TOOL),$(IMAGE):$(TAG))
 
 ##@ Check
 

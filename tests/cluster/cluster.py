@@ -268,12 +268,8 @@ class Cluster:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Put this thread, and those that it starts, into the cluster's network."""
-        with Path("/proc/thread-self/ns/net").open() as own, Path(f"/proc/{self._running()}/ns/net").open() as other:
-            _enter(other.fileno())
-            try:
-                yield
-            finally:
-                _enter(own.fileno())
+        with in_network_of(self._running()):
+            yield
 
     def kill(self, component: str) -> None:
         """Kill a component; the supervisor starts it again."""
@@ -308,9 +304,20 @@ def processes_in(namespaces: dict[str, str]) -> list[psutil.Process]:
     return found
 
 
-def _enter(namespace: int) -> None:
-    if _libc.setns(namespace, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
+@contextlib.contextmanager
+def in_network_of(pid: int) -> Iterator[None]:
+    """Put this thread, and those that it starts, into the network of a process."""
+
+    def enter(namespace: int) -> None:
+        if _libc.setns(namespace, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+    with Path("/proc/thread-self/ns/net").open() as own, Path(f"/proc/{pid}/ns/net").open() as other:
+        enter(other.fileno())
+        try:
+            yield
+        finally:
+            enter(own.fileno())
 
 
 def _remove(folder: Path) -> bool:

@@ -213,8 +213,8 @@ def test_an_upgrade_from_the_version_before_changes_no_immutable_field(
                 {
                     "fullnameOverride": "fixed",
                     "nodeSelector": {"nowhere": "here"},  # no pod is to run
-                    "jitCache": {"persistent": True},
-                    "modelCache": {"persistent": True},
+                    "jitCache": {"persistent": True, "accessModes": ["ReadWriteMany"]},
+                    "modelCache": {"persistent": True, "accessModes": ["ReadWriteMany"]},
                     "ingress": {"enabled": True},
                     "networkPolicy": {"enabled": True},
                     "autoscaling": {"enabled": True},
@@ -262,7 +262,24 @@ def test_the_key_is_enforced(release: Release, in_network: None) -> None:
     assert [model.id for model in client(release.url()).models.list()] == ["qwen3"]
 
 
-def scrape_config(cluster: Cluster, monitor: dict[str, Any]) -> dict[str, Any]:
+def discovered(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return pods as targets, which Prometheus's discovery makes of them; Debian builds it without that."""
+    targets = []
+    for pod in pods:
+        labels = {"namespace": pod["metadata"]["namespace"], "pod_name": pod["metadata"]["name"]}
+        labels |= {
+            f"pod_label_{re.sub('[^a-z]', '_', name)}": value for name, value in pod["metadata"]["labels"].items()
+        }
+        for container in pod["spec"]["containers"]:
+            for port in container.get("ports", []):
+                labels["pod_container_port_name"] = port["name"]
+                address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                named = {f"__meta_kubernetes_{name}": value for name, value in labels.items()}
+                targets.append({"targets": [address], "labels": named})
+    return targets
+
+
+def scrape_config(monitor: dict[str, Any], targets: Path) -> dict[str, Any]:
     """Return the configuration that the operator makes of a PodMonitor, as far as the chart's goes."""
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     relabelings = [
@@ -282,17 +299,12 @@ def scrape_config(cluster: Cluster, monitor: dict[str, Any]) -> dict[str, Any]:
         {"action": step["action"], "target_label": step["targetLabel"], "replacement": step["replacement"]}
         for step in endpoint["relabelings"]
     ]
-    discovery = {
-        "role": "pod",
-        "kubeconfig_file": str(cluster.kubeconfig),
-        "namespaces": {"names": [monitor["metadata"]["namespace"]]},
-    }
     job = {
         "job_name": "engine",
         "metrics_path": endpoint["path"],
         "scrape_interval": endpoint["interval"],
         "scrape_timeout": endpoint["scrapeTimeout"],
-        "kubernetes_sd_configs": [discovery],
+        "file_sd_configs": [{"files": [str(targets)]}],
         "relabel_configs": relabelings,
     }
     return {"scrape_configs": [job]}
@@ -303,7 +315,9 @@ def test_prometheus_scrapes_what_the_monitor_names_and_the_pools_dashboard_shows
     release: Release, in_network: None, tmp_path: Path
 ) -> None:
     monitor = release.get("podmonitor", SERVICE)
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(scrape_config(release.cluster, monitor)))
+    targets = tmp_path / "targets.json"
+    targets.write_text(json.dumps(discovered(release.get("pods", "--field-selector=status.phase=Running")["items"])))
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(scrape_config(monitor, targets)))
     url = "http://127.0.0.1:9090"
     command = [str(cached_tools.prometheus() / "prometheus"), f"--config.file={tmp_path}/prometheus.yml"]
     command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={url.removeprefix('http://')}"]
@@ -311,6 +325,7 @@ def test_prometheus_scrapes_what_the_monitor_names_and_the_pools_dashboard_shows
     assert len(asked) > 5
 
     def instant(query: str) -> list[dict[str, Any]]:
+        assert process.poll() is None, (tmp_path / "log").read_text()
         try:
             answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=60)
         except httpx.ConnectError:
@@ -401,7 +416,8 @@ def test_a_value_that_the_engine_refuses_fails_the_rollout_and_rolls_back(releas
         rollback = ("rollback", RELEASE, str(good["revision"]), f"--namespace={NAMESPACE}", "--wait", TIMEOUT)
         release.cluster.helm(*rollback)
         eventually(lambda: len(release.pods()) == 1, "the failed pod is gone")
-    assert "speculative-draft-kv-ratio" in reason and "too small" in reason, reason
+    refused = "--speculative-draft-kv-ratio 0.01 gives the draft a KV pool of"
+    assert refused in reason and "Use --speculative-draft-kv-ratio 0." in reason.splitlines()[-1], reason
     assert release.pod()["metadata"]["uid"] == old["metadata"]["uid"]
     assert load.kinds().keys() == {"finished"}, load.outcomes
     assert release.draft() == (0.5, 32)

@@ -1,27 +1,25 @@
 """Python's slim image, made from Debian's packages: no registry is needed."""
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from container_tools import PYTHON, TOOLS, Containers
+from container_tools import PACKAGES, PYTHON, Containers
 
 
 @pytest.fixture(scope="session")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    assert not missing, f"{', '.join(missing)} not found: apt-get install --no-install-recommends {' '.join(TOOLS)}"
+    missing = [package for package in PACKAGES if not Path(f"/usr/share/doc/{package}").exists()]
+    assert not missing, f"{', '.join(missing)} not found: apt-get install --no-install-recommends {' '.join(PACKAGES)}"
     store = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sglang-dflash" / "images"
     store.mkdir(parents=True, exist_ok=True)
     made = Containers(store)
-    if made.buildah("inspect", "--type", "image", PYTHON, check=False).returncode != 0:
+    if made.run("buildah", "inspect", "--type=image", PYTHON, check=False).returncode != 0:
         base = tmp_path_factory.mktemp("debian")
         include = "--include=python3,python3-pip,ca-certificates"
-        subprocess.run(["debootstrap", "--variant=minbase", include, "bookworm", str(base)], check=True)
-        container = made.buildah("from", "scratch").stdout.strip()
-        made.buildah("add", "--quiet", container, str(base), "/")
-        made.buildah("commit", "--quiet", container, PYTHON)
-        made.buildah("rm", container)
+        made.run("debootstrap", "--variant=minbase", include, "bookworm", str(base))
+        container = made.run("buildah", "from", "scratch").stdout.strip()
+        made.run("buildah", "add", "--quiet", container, str(base), "/")
+        made.run("buildah", "commit", "--quiet", container, PYTHON)
+        made.run("buildah", "rm", container)
     return made

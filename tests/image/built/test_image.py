@@ -7,10 +7,12 @@ upstream's layout, a checkout below a workspace folder that Python finds by a pa
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,16 +21,16 @@ import yaml
 from container_tools import REPOSITORY, Containers
 from server_ext.image.series import Series, pinned_version, series_hash
 
-DOCUMENTS = "/usr/share/doc/sglang-dflash"
 LAYER_BYTES = 30 * 10**6
-LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
-RUN = ["run", "--detach", "--network", "none", "--read-only", "--cap-drop", "ALL", *LIMITS]
+VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+RUN = ["run", "--detach", "--network", "none", "--read-only", "--cap-drop", "ALL"]
 KEY = "sk-image-5f0c7a"
 CHAT = """
 import json, os, sys, urllib.request
 url, path, tokens = "http://127.0.0.1:30000", sys.argv[1], int(sys.argv[2])
 headers = {"Authorization": "Bearer " + sys.argv[3], "Content-Type": "application/json"}
-body = {"model": "qwen3", "prompt": "The river", "max_tokens": tokens, "ignore_eos": True, "stream": tokens > 1000}
+messages = [{"role": "user", "content": "Tell me about the river."}]
+body = {"model": "qwen3", "messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": tokens > 1000}
 data = json.dumps(body).encode() if path.startswith("/v1") else None
 with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
     for line in answer:
@@ -44,9 +46,9 @@ def build(containers: Containers, device: str, tag: str, **arguments: str) -> su
 
 @pytest.fixture(scope="session")
 def cpu(containers: Containers) -> str:
-    result = build(containers, "cpu", "sglang-dflash:cpu", SERIES_HASH=series_hash())
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return "localhost/sglang-dflash:cpu"
+    """The image of ``make image-cpu``."""
+    containers.make("image-cpu", "CONTAINER_TOOL=buildah")
+    return f"localhost/sglang-dflash:{VERSION}-cpu"
 
 
 def stand_in(containers: Containers, folder: Path, tag: str, *lines: str) -> str:
@@ -82,14 +84,19 @@ def test_hadolint_finds_nothing() -> None:
 
 @pytest.mark.parametrize("layout", ["wheel", "checkout"])
 def test_the_gpu_target_takes_each_layout(containers: Containers, tmp_path: Path, layout: str) -> None:
-    lines = [CHECKOUT] if layout == "checkout" else ["RUN true"]
+    """``make image`` with either tool; what both build with both is the same Dockerfile."""
+    lines, tool = ([CHECKOUT], "buildah") if layout == "checkout" else (["RUN true"], "podman")
     base = stand_in(containers, tmp_path, f"stand-in-{layout}", *lines)
-    result = build(containers, "gpu", f"gpu-{layout}", BASE_IMAGE=base, SERIES_HASH=series_hash())
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    digest = json.loads(containers.podman("image", "inspect", base))[0]["Digest"]
+    result = containers.make("image", f"CONTAINER_TOOL={tool}", f"BASE_IMAGE={base}@{digest}", f"IMAGE=gpu-{layout}")
     root = "/sgl-workspace/sglang/python" if layout == "checkout" else SITE
     said = next(line for line in result.stdout.splitlines() if line.startswith("series "))
     assert f"{series_hash()}, 5 patches for SGLang {pinned_version()} in {root}; hooks fit in" in said
-    assert 0 < added_bytes(containers, f"localhost/gpu-{layout}", base) <= LAYER_BYTES
+    image = f"localhost/gpu-{layout}:{VERSION}"
+    assert 0 < added_bytes(containers, image, base) <= LAYER_BYTES
+    labels = json.loads(containers.podman("image", "inspect", image))[0]["Labels"]
+    assert labels["org.opencontainers.image.base.name"] == base
+    assert labels["org.opencontainers.image.base.digest"] == digest
 
 
 VERSION_FILE = "/sgl-workspace/sglang/python/sglang/_version.py"
@@ -118,6 +125,36 @@ def test_another_sglang_is_refused(containers: Containers, tmp_path: Path, case:
     assert f"bake: error: {message}" in result.stdout + result.stderr
 
 
+PATCH = Series.load(pinned_version()).patches[0].name
+# What is changed where in a copy of the sources, and how the build ends.
+FAULTS = {
+    "a patch that does not fit": (
+        f"image/patches/{pinned_version()}/{PATCH}",
+        r"^     \w",  # an unchanged line of a file
+        f"bake: error: {PATCH} does not fit SGLang {pinned_version()}: ",
+    ),
+    "a hook that does not take": (
+        "server_ext/openai_api.py",
+        r"TokenizerManager\._",
+        "bake: error: the self-test of the HTTP process failed: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_ours_ends_the_build(containers: Containers, cpu: str, tmp_path: Path, fault: str) -> None:
+    changed, pattern, message = FAULTS[fault]
+    for name in containers.run("git", "-C", str(REPOSITORY), "ls-files").stdout.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, tmp_path / name)
+    text, count = re.subn(pattern, r"\g<0>changed", (tmp_path / changed).read_text(), count=1, flags=re.MULTILINE)
+    assert count == 1
+    (tmp_path / changed).write_text(text)
+    result = containers.build("image", "refused", "--build-arg=DEVICE=cpu", context=tmp_path)
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr
+
+
 def test_another_series_than_the_label_names_is_refused(containers: Containers, cpu: str) -> None:
     result = build(containers, "cpu", "refused", SERIES_HASH="0123")
     assert result.returncode != 0
@@ -137,8 +174,10 @@ def test_what_the_cpu_image_holds(containers: Containers, cpu: str) -> None:
     environment = dict(variable.split("=", 1) for variable in config["Env"])
     assert yaml.safe_load(block).items() <= environment.items()
 
-    show = ["run", "--rm", "--network", "none", *LIMITS, "--entrypoint", "cat", cpu, f"{DOCUMENTS}/sbom.spdx.json"]
-    sbom = json.loads(containers.podman(*show))
+
+@pytest.mark.parametrize("tool", ["buildah", "podman"])
+def test_the_sbom_has_sglang_with_its_patches(containers: Containers, cpu: str, tool: str) -> None:
+    sbom = json.loads(containers.make("sbom", "DEVICE=cpu", f"CONTAINER_TOOL={tool}").stdout)
     (sglang,) = (package for package in sbom["packages"] if package["name"] == "sglang")
     assert (sbom["spdxVersion"], sglang["versionInfo"]) == ("SPDX-2.3", pinned_version())
     names = {file["SPDXID"]: Path(file["fileName"]).name for file in sbom["files"]}
@@ -177,7 +216,7 @@ def test_it_serves_and_drains(containers: Containers, running: str, tmp_path: Pa
         return ["exec", running, "python3", "-c", CHAT, path, str(tokens), KEY]
 
     wait_for(containers, running, "Ready after")
-    answer = json.loads(containers.podman(*ask("/v1/completions", 8)))
+    answer = json.loads(containers.podman(*ask("/v1/chat/completions", 8)))
     assert answer["usage"]["completion_tokens"] == 8
     figures = containers.podman(*ask("/metrics", 0))
     assert f'patch_series="{series_hash()}"' in figures
@@ -189,8 +228,8 @@ def test_it_serves_and_drains(containers: Containers, running: str, tmp_path: Pa
     for place in (containers.podman("inspect", running), containers.podman("logs", running), environment):
         assert KEY not in place
 
-    command = containers.podman_command(*ask("/v1/completions", 2000))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stream:
+    command = ["podman", *ask("/v1/chat/completions", 2000)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=containers.environment) as stream:
         assert stream.stdout is not None
         assert stream.stdout.readline().startswith("data: ")
         assert status_after(containers, running, signal.SIGTERM) == 0
