@@ -1,10 +1,10 @@
-"""Python's slim image, made from Debian's packages: no registry is needed."""
+"""The tools, Python's slim image made from Debian's packages, since no registry is needed, and the CPU image."""
 
 import os
 from pathlib import Path
 
 import pytest
-from container_tools import PACKAGES, PYTHON, Containers
+from container_tools import PACKAGES, PYTHON, VERSION, Containers
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +23,10 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
         made.run("buildah", "commit", "--quiet", container, PYTHON)
         made.run("buildah", "rm", container)
     return made
+
+
+@pytest.fixture(scope="session")
+def cpu(containers: Containers) -> str:
+    """The image of ``make image-cpu``."""
+    containers.make("image-cpu", "CONTAINER_TOOL=buildah")
+    return f"localhost/sglang-dflash:{VERSION}-cpu"

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[3]
+VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 # aardvark-dns and netavark: containers of a compose file find each other by name.
 PACKAGES = ("buildah", "podman", "runc", "debootstrap", "netavark", "aardvark-dns")
@@ -57,8 +59,8 @@ class Containers:
 
     def make(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run one of the repository's make targets."""
-        command = ["env", "--unset=MAKEFLAGS", "--unset=MAKELEVEL", "make", "--directory", str(REPOSITORY)]
-        return self.run(*command, f"CA_BUNDLE={CA_BUNDLE}", *words)
+        command = ["env", "--unset=MAKEFLAGS", "--unset=MAKELEVEL", "make", f"CA_BUNDLE={CA_BUNDLE}", *words]
+        return self.run(*command, cwd=REPOSITORY)
 
     def podman(self, *words: str) -> str:
         """Run podman and return what it prints."""

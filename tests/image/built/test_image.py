@@ -12,17 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from container_tools import REPOSITORY, Containers
+from container_tools import REPOSITORY, VERSION, Containers
 from server_ext.image.series import Series, pinned_version, series_hash
 
 LAYER_BYTES = 30 * 10**6
-VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 RUN = ["run", "--detach", "--network", "none", "--read-only", "--cap-drop", "ALL"]
 KEY = "sk-image-5f0c7a"
 CHAT = """
@@ -42,13 +40,6 @@ def build(containers: Containers, device: str, tag: str, **arguments: str) -> su
     """Build the image for a device, with arguments of the Dockerfile."""
     pairs = {"DEVICE": device, **arguments}
     return containers.build("image", tag, *(f"--build-arg={name}={value}" for name, value in pairs.items()))
-
-
-@pytest.fixture(scope="session")
-def cpu(containers: Containers) -> str:
-    """The image of ``make image-cpu``."""
-    containers.make("image-cpu", "CONTAINER_TOOL=buildah")
-    return f"localhost/sglang-dflash:{VERSION}-cpu"
 
 
 def stand_in(containers: Containers, folder: Path, tag: str, *lines: str) -> str:
@@ -187,14 +178,22 @@ def test_the_sbom_has_sglang_with_its_patches(containers: Containers, cpu: str, 
     assert sorted(names[r["relatedSpdxElement"]] for r in applied) == sorted(expected)
 
 
+@pytest.fixture(scope="module")
+def cache(containers: Containers) -> Iterator[str]:
+    """A volume that is new at first; later containers find the model pair there."""
+    name = containers.podman("volume", "create").strip()
+    yield name
+    containers.podman("volume", "rm", "--force", name)
+
+
 @pytest.fixture
-def running(containers: Containers, cpu: str, tmp_path: Path) -> Iterator[str]:
+def running(containers: Containers, cpu: str, cache: str, tmp_path: Path) -> Iterator[str]:
     """A container under a random user id, without any network but loopback, with a key in a file."""
     tmp_path.joinpath("key").write_text(KEY)
     tmp_path.chmod(0o755)
     uid = str(random.randrange(2000, 60000))
-    command = [*RUN, "--user", uid, "--volume", f"{tmp_path}/key:/key:ro", cpu, "--pair", "qwen3"]
-    container = containers.podman(*command, "--api-key-file", "/key").strip().splitlines()[-1]
+    command = [*RUN, "--user", uid, "--volume", f"{tmp_path}/key:/key:ro", "--volume", f"{cache}:/cache", cpu]
+    container = containers.podman(*command, "--pair", "qwen3", "--api-key-file", "/key").strip().splitlines()[-1]
     yield container
     containers.podman("rm", "--force", "--volumes", container)
 
